@@ -34,7 +34,6 @@ from transformers.initialization import no_init_weights
 
 from lightning_autotp import make_plan
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import Plan
@@ -43,6 +42,7 @@ from lightning_autotp.parallel.head import VocabParallelHead
 from lightning_autotp.planning.estimate import memory, step_time
 from lightning_autotp.planning.machines import Machine, known_machines
 from lightning_autotp.planning.rehearsal import local_model, rehearse
+from lightning_autotp.pretrained.meta_model import meta_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 RANKS, WARM_UP = 8, 3

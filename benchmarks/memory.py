@@ -31,9 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
 from lightning_autotp import meta_model, parallelize
-from lightning_autotp.building.quantization import note_quantization
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks
-from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.planning.meter import MOVING, Meter
 from lightning_autotp.planning.rehearsal import (
@@ -43,6 +41,8 @@ from lightning_autotp.planning.rehearsal import (
     local_model,
     rehearse,
 )
+from lightning_autotp.quantized.noted import note_quantization
+from lightning_autotp.quantized.weight import QuantizedWeight
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory-measured.md"
 DESCRIBED = {"weight.quant_state.bitsandbytes__nf4", "weight_format"}
@@ -305,7 +305,7 @@ def measure(case: Case) -> tuple[Found, Found]:
 
 
 def _settle(case: Case) -> None:
-    """Let go of what only a cycle of references keeps alive, and let gloo's threads let go of what they have sent."""
+    """Free what only a cycle of references keeps alive, and let gloo's threads free what they have sent."""
     gc.collect()
     if case.ranks > 1:
         dist.barrier()

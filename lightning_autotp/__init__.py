@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from lightning_autotp import losses, metrics
     from lightning_autotp.applying.followed_code import UnseenPath
     from lightning_autotp.building.checkpoint_reading import CheckpointError
-    from lightning_autotp.building.pretrained import meta_model
     from lightning_autotp.capture.capture import CaptureError
-    from lightning_autotp.checkpoints.adapters import save_adapter
-    from lightning_autotp.checkpoints.export import save_pretrained
-    from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
     from lightning_autotp.checkpoints.state import full_state_dict, load_full_state_dict
+    from lightning_autotp.export.adapters import save_adapter
+    from lightning_autotp.export.from_checkpoint import export_checkpoint
+    from lightning_autotp.export.from_model import save_pretrained
     from lightning_autotp.gradients.norms import clip_gradients_norm, full_gradients, grad_norms
     from lightning_autotp.gradients.penalties import penalty
     from lightning_autotp.gradients.whole_parameters import full_tensor
@@ -32,24 +31,25 @@ if TYPE_CHECKING:
     from lightning_autotp.lightning.summary import ParallelSummary
     from lightning_autotp.operators.declared import declare
     from lightning_autotp.operators.notation import DeclarationError
-    from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
     from lightning_autotp.pipeline import make_plan, parallelize
     from lightning_autotp.planning.recommend import recommend
+    from lightning_autotp.pretrained.meta_model import meta_model
     from lightning_autotp.proving.compare import VerificationError
     from lightning_autotp.proving.new_calls import UnprovedCall
     from lightning_autotp.ranks.agreement import PeerError
     from lightning_autotp.solving.cost import Profile
     from lightning_autotp.solving.planned import PlanMismatch
     from lightning_autotp.solving.solver import NothingToShard
+    from lightning_autotp.whole_matrices.optimizer import WholeMatrixOptimizer
 
 _NAMES = {
     "applying.followed_code": ["UnseenPath"],
     "building.checkpoint_reading": ["CheckpointError"],
-    "building.pretrained": ["meta_model"],
+    "pretrained.meta_model": ["meta_model"],
     "capture.capture": ["CaptureError"],
-    "checkpoints.adapters": ["save_adapter"],
-    "checkpoints.export": ["save_pretrained"],
-    "checkpoints.export_checkpoint": ["export_checkpoint"],
+    "export.adapters": ["save_adapter"],
+    "export.from_model": ["save_pretrained"],
+    "export.from_checkpoint": ["export_checkpoint"],
     "checkpoints.state": ["full_state_dict", "load_full_state_dict"],
     "gradients.norms": ["clip_gradients_norm", "full_gradients", "grad_norms"],
     "gradients.penalties": ["penalty"],
@@ -63,7 +63,7 @@ _NAMES = {
     "lightning.summary": ["ParallelSummary"],
     "operators.declared": ["declare"],
     "operators.notation": ["DeclarationError"],
-    "optimizers.whole_matrices": ["WholeMatrixOptimizer"],
+    "whole_matrices.optimizer": ["WholeMatrixOptimizer"],
     "pipeline": ["make_plan", "parallelize"],
     "planning.recommend": ["recommend"],
     "proving.compare": ["VerificationError"],

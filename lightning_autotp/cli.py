@@ -59,7 +59,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
         lora: rank of adapters on all linear layers; 0 trains everything.
         quantize: how bitsandbytes quantizes the linear layers that the adapters are on (QLoRA).
         auto_class: class of transformers that builds the model; the one that its configuration names by default.
-        example: a batch as the training step passes it, as a .pt or .json file; made up for language models.
+        example: a batch as the training step passes it, as a .pt or .json file; a synthetic one for language models.
         device: where the model will run, for code that asks; no GPU is needed, but torch for CUDA.
         details: also say what changes in calls, and why each tensor that stays whole does.
         json: file to write the plan to, for AutoTPStrategy(plan=...).
@@ -179,7 +179,7 @@ def recommended(
         quantize: how bitsandbytes quantizes the linear layers that the adapters are on (QLoRA).
         memory: bytes of a GPU that a step may take, which the lines to paste plan for; what is free of it by default.
         auto_class: class of transformers that builds the model; the one that its configuration names by default.
-        example: a batch as the training step passes it, as a .pt or .json file; made up for language models.
+        example: a batch as the training step passes it, as a .pt or .json file; a synthetic one for language models.
     """
     from rich.console import Console
 
@@ -275,7 +275,7 @@ def export(
     from rich.console import Console
 
     from lightning_autotp.building.checkpoint_reading import CheckpointError
-    from lightning_autotp.checkpoints.export_checkpoint import export_checkpoint
+    from lightning_autotp.export.from_checkpoint import export_checkpoint
     from lightning_autotp.layouts.units import in_units
 
     started = time.perf_counter()

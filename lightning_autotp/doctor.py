@@ -29,11 +29,11 @@ HANDSHAKE_SECONDS = 60
 _GIB = 2**30
 _HANDSHAKE = """
 import sys, datetime, torch, torch.distributed as dist
-backend, rank, seconds, meeting = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+backend, rank, seconds, rendezvous = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 if backend == "nccl":
     torch.cuda.set_device(rank)
 limit = datetime.timedelta(seconds=seconds)
-dist.init_process_group(backend, init_method="file://" + meeting, rank=rank, world_size=2, timeout=limit)
+dist.init_process_group(backend, init_method="file://" + rendezvous, rank=rank, world_size=2, timeout=limit)
 number = torch.full((1,), rank + 1.0, device="cuda" if backend == "nccl" else "cpu")
 dist.all_reduce(number)
 assert number.item() == 3, f"1 + 2 became {number.item()}"
@@ -311,7 +311,7 @@ def _handshake(backend: str) -> str | None:
         processes, outputs = [], []
         for rank in range(2):
             output = ended.enter_context(open(f"{folder}/{rank}", "w+"))
-            arguments = [backend, str(rank), str(HANDSHAKE_SECONDS), f"{folder}/meeting"]
+            arguments = [backend, str(rank), str(HANDSHAKE_SECONDS), f"{folder}/rendezvous"]
             process = subprocess.Popen(
                 [sys.executable, "-c", _HANDSHAKE, *arguments], stdout=subprocess.DEVNULL, stderr=output
             )

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_autotp.building.checkpoint_reading import MismatchError, MissingFileError
-from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
-from lightning_autotp.checkpoints.export import save_pretrained
 from lightning_autotp.checkpoints.state import full_optimizer_state, load_full_optimizer_state, load_full_state_dict
 from lightning_autotp.checkpoints.stored import original_shape
+from lightning_autotp.export.adapters import find_adapted, save_adapter
+from lightning_autotp.export.from_model import save_pretrained
 from lightning_autotp.gradients.norms import clip_gradients_norm
-from lightning_autotp.optimizers.on_parts import check_optimizer
-from lightning_autotp.optimizers.whole_states import drifts_of
+from lightning_autotp.guard.on_parts import check_optimizer
+from lightning_autotp.guard.whole_states import drifts_of
 from lightning_autotp.parallel.embedding import VocabParallelEmbedding
 from lightning_autotp.parameters.state import ParameterTable, model_group, parallel_models
 from lightning_autotp.private.torch_private import replaced

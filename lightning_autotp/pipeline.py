@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -16,13 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_autotp.applying.fused_attention import run_layers_of_attention
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.building.quantization import refuse_quantized
 from lightning_autotp.capture.capture import as_calls, language_model_inputs, meta_copy, refuse_scripted
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.gradients.data_parallel import hook_gathered, shard_over_data
 from lightning_autotp.gradients.sums import average_gradients, synchronize_gradients
-from lightning_autotp.guard.guard import Guard, guard_of
+from lightning_autotp.guard.guard import Guard
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.loading.parameters import load_parameters, row_extremes
@@ -33,16 +32,17 @@ from lightning_autotp.parallel.async_products import ProductReport, overlap_prod
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.parameters.local_blocks import refuse_cut
 from lightning_autotp.parameters.lowered_gathers import LoweredGathers
-from lightning_autotp.parameters.state import parallel_models, parallel_state
+from lightning_autotp.parameters.state import ParallelState, parallel_models
 from lightning_autotp.private.distributed_private import device_of_objects, device_to_send, is_outermost
 from lightning_autotp.proving.experts import prove_experts
 from lightning_autotp.proving.feasible import feasible_plan
 from lightning_autotp.proving.new_calls import CallProver
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace, verify
+from lightning_autotp.quantized.noted import refuse_quantized
 from lightning_autotp.ranks.agreement import first_makes, raise_along, raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.ranks.meeting import announce
+from lightning_autotp.ranks.store_barrier import register_process
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import constrained_by
 from lightning_autotp.solving.options import PlanOptions, documented_by, read
@@ -54,7 +54,7 @@ from lightning_autotp.start_report import says_phase, says_plan, says_weights
 FindPlan = Callable[[nn.Module, Graph, Any, int, PlanOptions], Plan]
 """How to come by a plan, with the arguments of :func:`find_plan`."""
 
-MADE_UP = "a made-up batch"
+SYNTHETIC = "a synthetic batch"
 """What was traced, where no batch was given."""
 
 
@@ -133,9 +133,9 @@ def refuse_unfit(model: nn.Module) -> None:
 
 def _example(model: nn.Module, example_inputs: Any, options: PlanOptions) -> tuple[Any, PlanOptions]:
     """The batch to trace with, and the options that say where it comes from."""
-    synthetic = example_inputs is None
-    source = options.traced_with or (MADE_UP if synthetic else "example_inputs")
-    return language_model_inputs(model) if synthetic else example_inputs, replace(options, traced_with=source)
+    is_missing = example_inputs is None
+    source = options.traced_with or (SYNTHETIC if is_missing else "example_inputs")
+    return language_model_inputs(model) if is_missing else example_inputs, replace(options, traced_with=source)
 
 
 @documented_by(make_plan, PlanOptions)
@@ -214,9 +214,8 @@ def parallelize(  # noqa: D417 (the options are PlanOptions', and example_inputs
         async_tensor_parallel=async_tensor_parallel,
         device=str(device or (data_mesh.device_type if data_mesh is not None else "")),
     )
-    make_local(model, process_group, example_inputs, options, data_mesh)
-    materialize(model, device, data_mesh, autocast, cpu_offload)
-    return model
+    local = make_local(model, process_group, example_inputs, options, data_mesh)
+    return materialize(local, device, data_mesh, autocast, cpu_offload)
 
 
 def refuse_offload(process_group: dist.ProcessGroup, data_mesh: DeviceMesh | None) -> None:
@@ -239,6 +238,21 @@ def refuse_offload(process_group: dist.ProcessGroup, data_mesh: DeviceMesh | Non
         )
 
 
+@dataclass(frozen=True)
+class LocalModel:
+    """A model that is planned for, cut and proved; what is on meta has no values yet.
+
+    Attributes:
+        module: the model.
+        state: its state, ``module.autotp``.
+        guard: what will check its uses.
+    """
+
+    module: nn.Module
+    state: ParallelState
+    guard: Guard
+
+
 def make_local(
     model: nn.Module,
     process_group: dist.ProcessGroup,
@@ -246,8 +260,8 @@ def make_local(
     options: PlanOptions,
     data_mesh: DeviceMesh | None = None,
     find: FindPlan | None = None,
-) -> None:
-    """The first half of :func:`parallelize`: plan, cut, prove. Parameters on meta stay there.
+) -> LocalModel:
+    """Plan for a model, cut it in place, and prove it. Parameters on meta stay there.
 
     Collective over both axes: the first rank of the first copy plans for all, by ``find`` or else :func:`find_plan`.
     """
@@ -256,7 +270,7 @@ def make_local(
             f"{type(model).__name__} is, or contains, a model that was parallelized already: parallelize it once"
         )
     group = TPGroup.of(process_group)
-    announce()
+    register_process()
     with raise_together(process_group, "looking at the model"):
         refuse_unfit(model)
         fused = overlap_products(process_group) if options.async_tensor_parallel else None
@@ -285,13 +299,14 @@ def make_local(
             graph, plan, solution = _read(Plan.from_json(message[0]), model, graph, inputs)
             prove_experts(model, graph, plan)
             original = meta_copy(model)
-            apply_plan(model, plan, group)
+            state = apply_plan(model, plan, group)
             verify(model, solution, group.rank, inputs)
-            parallel_state(model).guard = Guard(model, CallProver(model, original, solution, as_calls(inputs)))
+            state.guard = guard = Guard(model, CallProver(model, original, solution, as_calls(inputs)))
     run_layers_of_attention(model)
     if fused is not None:
         model.register_forward_pre_hook(ProductReport(fused))
         weakref.finalize(model, fused.end)
+    return LocalModel(model, state, guard)
 
 
 def find_plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:
@@ -343,27 +358,27 @@ def _read(plan: Plan, model: nn.Module, graph: Graph, inputs: Any) -> tuple[Grap
 
 
 def materialize(
-    model: nn.Module,
+    local: LocalModel,
     device: torch.device | str | None = None,
     data_mesh: DeviceMesh | None = None,
     autocast: torch.dtype | None = None,
     cpu_offload: bool = False,
-) -> None:
-    """The second half: apply FSDP2, load this rank's blocks of the weights, install gradient sums and the guard.
+) -> nn.Module:
+    """Apply FSDP2, load this rank's blocks of the weights, install gradient sums and the guard.
 
-    Collective over both axes. Between the halves the parameters may be brought to another dtype.
+    Collective over both axes. Since :func:`make_local` the parameters may have been brought to another dtype.
     """
-    process_group = parallel_state(model).group.process_group
+    model, group = local.module, local.state.group
     names = frozenset[str]()
     if data_mesh is not None:
         device = device or data_mesh.device_type
         if autocast is not None:
-            names = guard_of(model).calls.used_in(autocast, torch.device(device))
+            names = local.guard.calls.used_in(autocast, torch.device(device))
         names = shard_over_data(model, data_mesh, names, autocast, cpu_offload)
-    with raise_together(process_group, "looking for the extremes of quantized weights"):
+    with raise_together(group.process_group, "looking for the extremes of quantized weights"):
         extremes = row_extremes(model, device)
-    share_extremes(extremes, parallel_state(model).group)
-    with says_weights(model) as told, raise_together(process_group, "loading the weights"):
+    share_extremes(extremes, group)
+    with says_weights(model) as told, raise_together(group.process_group, "loading the weights"):
         load_parameters(model, device, extremes, told)
     quantize_scales(model)
     synchronize_gradients(model)
@@ -373,5 +388,6 @@ def materialize(
         hook_gathered(model)
         is_outermost(model)  # an encoder, say, may be called before the model itself
         if names and autocast is not None:
-            parallel_state(model).gathers = LoweredGathers(model, names, autocast)
-    guard_of(model).attach()
+            local.state.gathers = LoweredGathers(model, names, autocast)
+    local.guard.attach()
+    return model

@@ -20,7 +20,9 @@ from lightning_autotp.private.torch_private import VIEW_GETTERS
 def functions(names: str, form: str = "{}") -> list[Callable[..., Any]]:
     """The functions of these names, each in this form, in ``torch.Tensor`` and ``torch``."""
     wanted = [form.format(name) for name in names.split()]
-    return [getattr(home, name) for name in wanted for home in (Tensor, torch) if callable(getattr(home, name, None))]
+    return [
+        getattr(space, name) for name in wanted for space in (Tensor, torch) if callable(getattr(space, name, None))
+    ]
 
 
 def functions_of_layers(names: str) -> list[Callable[..., Any]]:

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.applying.changed_calls import CallChanges, CallMismatch, LocalForward, number
 from lightning_autotp.applying.lengths import Lengths
-from lightning_autotp.building.float8 import float8_of, note_float8
 from lightning_autotp.capture.nested import NoSuchPlace, replaced_at, steps_of
 from lightning_autotp.capture.tracer import torch_layer
 from lightning_autotp.capture.whole_indices import part_of_object, with_whole_indices
@@ -32,15 +31,19 @@ from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parallel.overlap import note_gathered, replicate
 from lightning_autotp.parameters.state import ParallelState
 from lightning_autotp.private.torch_private import ModuleHooks, has_values, parameters_of
+from lightning_autotp.quantized.float8 import float8_of, note_float8
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import Implementation
 from lightning_autotp.solving.planned import PlanMismatch
 
 
-def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
+def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> ParallelState:
     """Make ``model`` the local model of rank ``group.rank``, in place: it carries its state. No communication.
 
     Parameters on the meta device stay there with their local shape; real ones are sliced.
+
+    Returns:
+        The state, ``model.autotp`` from now on.
 
     Raises:
         PlanMismatch: if the plan does not fit the model or the group.
@@ -81,6 +84,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             if conversion.side == "in":
                 change.layers = tuple(_column_layers(model.get_submodule(conversion.module)))
     model.autotp = state  # type: ignore[assignment]
+    return state
 
 
 def _column_layers(module: nn.Module) -> Iterator[ColumnParallelLinear]:

@@ -77,7 +77,7 @@ def _disguise(recorder: Recorder) -> dict[str, Any]:
     """
 
     def device(tensor: Tensor) -> torch.device:
-        return recorder.home(tensor) if recorder.disguised(tensor) else device_of(tensor)
+        return recorder.ordinary_device(tensor) if recorder.disguised(tensor) else device_of(tensor)
 
     def of_values(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)

@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         """Whether the tensor is deferred and model code is looking at it (not what this mode runs)."""
         return not self._paused and self.is_deferred(tensor)
 
-    def home(self, tensor: Tensor) -> torch.device:
+    def ordinary_device(self, tensor: Tensor) -> torch.device:
         """The device where the tensor would be in ordinary execution."""
         number = self.number(tensor)
         return device_of(tensor) if number is None else self._storages[number].leaf.device
@@ -341,17 +341,17 @@ class Recorder(TorchDispatchMode):
         device: torch.device | None = kwargs.get("device")
         if device is not None and device != _META:
             return device
-        devices = [self.home(tensor) for tensor in tensors]
+        devices = [self.ordinary_device(tensor) for tensor in tensors]
         return next((device for device in devices if device != _META), torch.device("cpu"))
 
     # ---- values
 
     def _blank(self, tensor: Tensor) -> Tensor:
         """Memory of a deferred tensor's geometry: one piece for all, since freed ones would leave the heap in holes."""
-        view, home = self._view(tensor), self.home(tensor)
-        if self._scratch is None or self._scratch.device != home or self._scratch.nbytes() < view.nbytes:
+        view, device = self._view(tensor), self.ordinary_device(tensor)
+        if self._scratch is None or self._scratch.device != device or self._scratch.nbytes() < view.nbytes:
             self._scratch = None
-            self._scratch = torch.UntypedStorage(view.nbytes, device=home)
+            self._scratch = torch.UntypedStorage(view.nbytes, device=device)
         return view.on(self._scratch)
 
     def _keep_contents(self, tensor: Tensor) -> None:

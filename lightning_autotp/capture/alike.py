@@ -23,11 +23,11 @@ _CONTAINERS = tuple, list, dict, OrderedDict
 
 
 @dataclass(frozen=True)
-class Twins:
+class Counterparts:
     """Two modules that are alike.
 
     Attributes:
-        modules: the modules in the one, each with its twin in the other; itself where both have the same one.
+        modules: the modules in the one, each with its counterpart in the other; itself where both have the same one.
         tensors: the tensors of these modules, alike.
         differing: the plain attributes that are others, by the number of the module and their name.
     """
@@ -67,14 +67,16 @@ class Places:
             self._inside[module] = dict(module.named_modules(remove_duplicate=False))
         return self._inside[module]
 
-    def twins(self, one: nn.Module, other: nn.Module) -> Twins | None:
+    def counterparts(self, one: nn.Module, other: nn.Module) -> Counterparts | None:
         """What belongs together in two modules; ``None`` if they are not alike."""
         try:
             comparison = _Comparison(self, one, other)
             comparison.modules()
         except _Differ:
             return None
-        return Twins(tuple(comparison.pairs), tuple(comparison.tensors.values()), frozenset(comparison.differing))
+        return Counterparts(
+            tuple(comparison.pairs), tuple(comparison.tensors.values()), frozenset(comparison.differing)
+        )
 
 
 def _uses(model: nn.Module) -> Counter[int]:
@@ -97,13 +99,13 @@ class _Comparison:
         self.shared = places.shared(one) | places.shared(other)
         here, there = places.inside(one), places.inside(other)
         _check(here.keys() == there.keys())
-        self.twins: dict[int, nn.Module] = {}
+        self.counterparts: dict[int, nn.Module] = {}
         for path, module in here.items():
-            _check(self.twins.setdefault(id(module), there[path]) is there[path])
-        self.pairs = [(module, self.twins[id(module)]) for module in one.modules()]
-        _check(len({id(twin) for _, twin in self.pairs}) == len(self.pairs))
-        for own, twin in self.pairs:
-            _check(own is twin or not self.shared & {id(own), id(twin)})
+            _check(self.counterparts.setdefault(id(module), there[path]) is there[path])
+        self.pairs = [(module, self.counterparts[id(module)]) for module in one.modules()]
+        _check(len({id(theirs) for _, theirs in self.pairs}) == len(self.pairs))
+        for own, theirs in self.pairs:
+            _check(own is theirs or not self.shared & {id(own), id(theirs)})
         self.tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self.differing: set[tuple[int, str]] = set()
         self._seen: set[tuple[int, int]] = set()
@@ -134,9 +136,9 @@ class _Comparison:
                     _check(value == theirs)
                 elif value or theirs:
                     self._same(_ranked(value, here), _ranked(theirs, there))
-        for one_tensor, twin in self.tensors.values():
-            _check(one_tensor is twin or not self.shared & {id(one_tensor), id(twin)})
-        _check(len({id(twin) for _, twin in self.tensors.values()}) == len(self.tensors))
+        for tensor, counterpart in self.tensors.values():
+            _check(tensor is counterpart or not self.shared & {id(tensor), id(counterpart)})
+        _check(len({id(counterpart) for _, counterpart in self.tensors.values()}) == len(self.tensors))
 
     def _same(self, one: Any, other: Any, is_ours: bool = False) -> None:
         """Compare two values; objects of this package know where they are in the model."""
@@ -151,7 +153,7 @@ class _Comparison:
             return
         self._seen.add((id(one), id(other)))
         if isinstance(one, nn.Module):
-            _check(self.twins.get(id(one)) is other)
+            _check(self.counterparts.get(id(one)) is other)
         elif isinstance(one, Tensor):
             self._tensor(one, other)
         elif isinstance(one, tuple | list | dict):

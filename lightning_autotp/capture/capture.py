@@ -23,15 +23,12 @@ import torch
 import transformers.utils
 from torch import Tensor, nn
 
-from lightning_autotp.building.float8 import float8_of, note_float8
-from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.attribute_reads import note_attributes, note_own_attributes
 from lightning_autotp.capture.call_sites import is_user_code
 from lightning_autotp.capture.compiled_code import noting_questions
 from lightning_autotp.capture.declared_calls import autograd_function_in, higher_order_operator_in, noting_declared
 from lightning_autotp.capture.experts import noting_experts
-from lightning_autotp.capture.made_up_draws import HIGH, LOW, led_by_draws
 from lightning_autotp.capture.nested import (
     Copied,
     constants_among,
@@ -47,6 +44,7 @@ from lightning_autotp.capture.recording import RECORD, under_way
 from lightning_autotp.capture.repeated_layers import RepeatedLayers
 from lightning_autotp.capture.size_origins import SizeOrigins
 from lightning_autotp.capture.static_values import NoValue
+from lightning_autotp.capture.synthetic_draws import HIGH, LOW, led_by_draws
 from lightning_autotp.capture.tracer import Tracer, inside_of
 from lightning_autotp.layouts.places import EVERY, Boundary
 from lightning_autotp.layouts.step_size import StepSize
@@ -68,6 +66,8 @@ from lightning_autotp.private.torch_private import (
     without_functions,
 )
 from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
+from lightning_autotp.quantized.float8 import float8_of, note_float8
+from lightning_autotp.quantized.noted import format_of
 
 _BATCH_PRIMES = (3, 5, 7, 11, 13)
 _SEQUENCE_PRIMES = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
@@ -216,7 +216,7 @@ def _read(graph: Graph) -> set[str]:
 
 
 def _see_all_choices(model: nn.Module, graph: Graph) -> None:
-    """Refuse a trace in which a module did not use all its parameters, because of values that were made up.
+    """Refuse a trace in which a module did not use all its parameters, because of synthetic values.
 
     Raises:
         _Untraceable: for the first such module.
@@ -227,7 +227,7 @@ def _see_all_choices(model: nn.Module, graph: Graph) -> None:
         unread = [name for name, _ in model.named_parameters() if name.startswith(inside) and name not in read]
         if unread:
             cause = NoValue(
-                f"with made-up choices its code does not use {unread[0]} (example_inputs with more rows may)"
+                f"with synthetic choices its code does not use {unread[0]} (example_inputs with more rows may)"
             )
             error = CaptureError(f"{path}: {cause}")
             error.__cause__ = cause
@@ -412,7 +412,7 @@ def device_of(model: nn.Module) -> str:
 
 
 def _find_branching(model: nn.Module, tracer: Tracer) -> None:
-    """Note which modules' code may run otherwise with other values than those that were made up."""
+    """Note which modules' code may run otherwise with other values than the synthetic ones."""
     found = set(tracer.graph.value_reading)
     pending = list(found)
     while pending:

@@ -49,11 +49,11 @@ def _lines(model: nn.Module, example_inputs: Any, settings: Iterable[Any]) -> It
             yield json.dumps(describe(), sort_keys=True, default=str)
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         yield f"tensor {name} {_text(tensor)} like {first.setdefault(id(tensor), name)}"
-    homes = {owner.__module__ for m in model.modules() for owner in (type(m), _innermost(forward_of(m)))}
-    for home in sorted(home for home in homes if home in sys.modules):
-        file = str(vars(sys.modules[home]).get("__file__"))
+    modules = {owner.__module__ for m in model.modules() for owner in (type(m), _innermost(forward_of(m)))}
+    for module in sorted(module for module in modules if module in sys.modules):
+        file = str(vars(sys.modules[module]).get("__file__"))
         yield f"code {file} {zlib.crc32(Path(file).read_bytes()) if os.path.isfile(file) else ''}"
-        yield from (f"global {name} {value}" for name, value in _code_in(vars(sys.modules[home])))
+        yield from (f"global {name} {value}" for name, value in _code_in(vars(sys.modules[module])))
     yield from (f"torch {name} {now}" for name, now in _code_in(vars(F)) if not now.startswith(("torch.", "builtins.")))
     yield from (f"batch {path} {_text(leaf)}" for path, leaf in leaves_of(list(map(tuple, as_calls(example_inputs)))))
     yield from map(repr, settings)

@@ -69,12 +69,12 @@ class OpaqueForward:
                     value = _random(tensor) if known is None else known.clone()  # its code may write into it
                     is_parameter = name in parameters_of(module)
                     real[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
-        twin = copy.deepcopy(self.module, real)
-        for module in twin.modules():
+        copied = copy.deepcopy(self.module, real)
+        for module in copied.modules():
             if module.__dict__.get("forward", self) is None:
                 del module.forward
         args, kwargs = map_tensors(self._value, (args, kwargs))
-        return twin.forward(*args, **kwargs)
+        return copied.forward(*args, **kwargs)
 
     def _value(self, tensor: Tensor) -> Tensor:
         try:

@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_autotp.capture import vmap as transforms
-from lightning_autotp.capture.alike import Places, Twins
+from lightning_autotp.capture.alike import Counterparts, Places
 from lightning_autotp.capture.attribute_reads import PLAIN, is_noted
 from lightning_autotp.capture.compiled_code import is_told_compiled
 from lightning_autotp.capture.layer_calls import Call
-from lightning_autotp.capture.made_up_draws import states
 from lightning_autotp.capture.noted_numbers import Notes
 from lightning_autotp.capture.static_values import CHOICES
 from lightning_autotp.capture.stretches import LISTS, NotAgain, Position, Renaming, Stretch, noting_anew, numbers_in
+from lightning_autotp.capture.synthetic_draws import states
 from lightning_autotp.capture.tracer import Tracer, Tracked
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.operators.graph import refs
@@ -60,8 +60,8 @@ class RepeatedLayers:
 
     Attributes:
         used: what was recorded, and appended again.
-        told_apart: modules whose plain attributes differ from those of their twins, by path: the trace has to note
-            which of these their code reads.
+        told_apart: modules whose plain attributes differ from those of their counterparts, by path: the trace has to
+            note which of these their code reads.
     """
 
     def __init__(self, model: nn.Module, tracer: Tracer, notes: Notes, of_tensors: frozenset[str], each: bool) -> None:
@@ -179,9 +179,9 @@ class RepeatedLayers:
                     continue
                 done.add(member)
                 for kind in kinds:
-                    twins = places.twins(kind.first, member)
-                    if twins is not None and self._are_treated_alike(places, twins):
-                        kind.add(member, places, twins)
+                    counterparts = places.counterparts(kind.first, member)
+                    if counterparts is not None and self._are_treated_alike(places, counterparts):
+                        kind.add(member, places, counterparts)
                         break
                 else:
                     kinds.append(_Kind(member, places))
@@ -193,8 +193,8 @@ class RepeatedLayers:
         around = tuple(f"{opaque}." for opaque in self.tracer.graph.opaque)
         return not f"{path}.".startswith(around) and not any(one.startswith(f"{path}.") for one in around)
 
-    def _are_treated_alike(self, places: Places, twins: Twins) -> bool:
-        pairs = ((places.paths[one], places.paths[other]) for one, other in twins.modules)
+    def _are_treated_alike(self, places: Places, counterparts: Counterparts) -> bool:
+        pairs = ((places.paths[one], places.paths[other]) for one, other in counterparts.modules)
         return all(self.tracer.kind_of(one) == self.tracer.kind_of(other) for one, other in pairs)
 
     # -- how a layer is called ---------------------------------------------------------------------------------------
@@ -367,13 +367,13 @@ class _Kind:
         self.proved: list[_Recorded] = []
         self.layers = [_Layer(self, first, self.modules, places)]
 
-    def add(self, module: nn.Module, places: Places, twins: Twins) -> None:
+    def add(self, module: nn.Module, places: Places, counterparts: Counterparts) -> None:
         """Add a layer."""
         if not self.tensors:
-            self.tensors = self.layers[0].tensors = [own for own, _ in twins.tensors]
-        layer = _Layer(self, module, tuple(twin for _, twin in twins.modules), places)
-        layer.tensors = [twin for _, twin in twins.tensors]
-        self.differing |= twins.differing
+            self.tensors = self.layers[0].tensors = [own for own, _ in counterparts.tensors]
+        layer = _Layer(self, module, tuple(other for _, other in counterparts.modules), places)
+        layer.tensors = [other for _, other in counterparts.tensors]
+        self.differing |= counterparts.differing
         self.layers.append(layer)
 
 
@@ -437,9 +437,9 @@ class _Layer:
         kind: all of them.
         module: the layer.
         path: where it is.
-        modules: the modules in it, as their twins in the first one.
+        modules: the modules in it, as their counterparts in the first one.
         paths: where these are.
-        tensors: those of these modules, as their twins in the first one.
+        tensors: those of these modules, as their counterparts in the first one.
         forward: what runs it.
         state: what it held before the model ran.
     """

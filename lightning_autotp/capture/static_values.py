@@ -2,7 +2,7 @@
 
 What depends on the batch alone (lengths, masks, positions) can be computed for the example batch: its operators are run
 again on real tensors. What depends on a parameter has no value in a trace. But which of several a model chooses (the
-experts of a token) can be made up: numbers in turn, so that each is chosen about as often as the others. What code
+experts of a token) can be synthetic: numbers in turn, so that each is chosen about as often as the others. What code
 computes from them (counts, masks, rows) are then the values that it would compute from such a choice.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autotp.capture.made_up_draws import HIGH, extreme
+from lightning_autotp.capture.synthetic_draws import HIGH, extreme
 from lightning_autotp.operators import record
 from lightning_autotp.operators.graph import Graph, Operator, Ref, refs
 from lightning_autotp.private.torch_private import schema_of
@@ -49,7 +49,7 @@ class StaticEvaluator:
 
         Args:
             tensor: a static tensor.
-            or_synthetic: whether it may also follow from choices that are made up.
+            or_synthetic: whether it may also follow from synthetic choices.
 
         Raises:
             NoValue: if it depends on a parameter, or on something that is not known.
@@ -97,7 +97,7 @@ class StaticEvaluator:
         return found
 
     def _choice(self, operator: Operator, tensor: int) -> Tensor:
-        """Made-up indices along a dim: each in turn, so that those side by side are different ones.
+        """Synthetic indices along a dim: each in turn, so that those side by side are different ones.
 
         After every round they shift by one, so that each index is once the first choice, once the second, and so on.
 

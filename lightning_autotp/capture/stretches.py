@@ -164,7 +164,7 @@ class Stretch:
         numbers: by call, how the integers among its arguments follow that are noted.
         born: tensors of its modules that were not seen before: at which place in :attr:`tensors`, and which.
         known: the values of some of its tensors.
-        synthetic: those that are made up.
+        synthetic: those that follow from synthetic choices.
         counts: how many calls its own code has made, by where they stand.
         changes: the plain attributes that it changed.
         result: what it returned.

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import (
     by_call,
@@ -33,11 +32,11 @@ from lightning_autotp.capture.call_sites import (
     source_line,
 )
 from lightning_autotp.capture.kept_outside import KeptOutside
-from lightning_autotp.capture.made_up_draws import made_up, states
 from lightning_autotp.capture.noted_numbers import NotedInt, Notes, plain
 from lightning_autotp.capture.recording import RECORD
 from lightning_autotp.capture.schemas import name_of, named_arguments, written_arguments, written_through
 from lightning_autotp.capture.static_values import NoValue, StaticEvaluator
+from lightning_autotp.capture.synthetic_draws import states, synthetic_draws
 from lightning_autotp.capture.trials import found_declaration, try_declaration
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.operators import Shapes, functional, record
@@ -70,6 +69,7 @@ from lightning_autotp.private.torch_private import (
     without_functions,
     without_python_dispatcher,
 )
+from lightning_autotp.quantized.float8 import float8_of
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
 # Functions that make a tensor of numbers alone: those that are operators, and those that take what Python holds.
@@ -251,7 +251,7 @@ class Tracer(PreDispatchMode):
     def drawing(self, draws: int) -> Iterator[None]:
         """Let code that draws random numbers in Python get these, and note whether it does."""
         self.evaluator.draws = draws
-        with made_up(draws):
+        with synthetic_draws(draws):
             begun = states()
             yield
             self.graph.has_drawn |= states() != begun
@@ -287,7 +287,7 @@ class Tracer(PreDispatchMode):
             return None
 
     def array(self, tensor: Tensor) -> Any:
-        """An array of numpy's with the value of a tensor, which may follow from choices that are made up.
+        """An array of numpy's with the value of a tensor, which may follow from synthetic choices.
 
         Raises:
             NoValue: if it depends on a parameter otherwise.
@@ -432,7 +432,7 @@ class Tracer(PreDispatchMode):
         return made
 
     def _asks(self, asked: Sequence[Ref]) -> None:
-        """Note that the running module's code asks for the values of these tensors, and whether any were made up."""
+        """Note that the running module's code asks for the values of these tensors, and whether any are synthetic."""
         if asked:
             self._append(ASKED, (("input", tuple(dict.fromkeys(asked))),), [])
         if any(leaf.tensor in self.evaluator.synthetic for leaf in asked):
@@ -452,8 +452,8 @@ class Tracer(PreDispatchMode):
         tensor = inside_of(tensor)  # of logits that only look whole
         found = self._tensors.get(id(tensor))
         is_plain = not transforms.is_wrapper(tensor)
-        if found is None and is_plain and (twin := self._places.get(_place_key(tensor))) is not None:
-            found = self._tensors[id(twin)]
+        if found is None and is_plain and (same := self._places.get(_place_key(tensor))) is not None:
+            found = self._tensors[id(same)]
         return None if found is None else self._present(found)
 
     def _note(self, name: str, reads: Any, result: Any, inputs: list[Tensor]) -> Operator:
@@ -529,9 +529,9 @@ class Tracer(PreDispatchMode):
         found = self._tensors.get(id(tensor))
         if found is not None:
             return found
-        twin = self._places.get(_place_key(tensor))
-        if twin is not None:  # autograd gave the same tensor another object
-            self._alias(tensor, twin)
+        same = self._places.get(_place_key(tensor))
+        if same is not None:  # autograd gave the same tensor another object
+            self._alias(tensor, same)
             return self._tensors[id(tensor)]
         return self._track(tensor, static=not tensor.requires_grad)  # an input may have a gradient, of what is outside
 
@@ -610,14 +610,15 @@ class Tracer(PreDispatchMode):
         if rest:
             value = self._scatter(self._again(view, root), tuple(rest), value)
         name, arguments = written_through(view)
-        return self._synthetic(name, (("self", root), ("src", value), *arguments), view, root)
+        return self._add(name, (("self", root), ("src", value), *arguments), view, root)
 
     def _again(self, view: Operator, source: Ref) -> Ref:
         """The same view of another value."""
         arguments = tuple((key, source if isinstance(value, Ref) else value) for key, value in view.arguments)
-        return self._synthetic(view.name, arguments, view, Ref(view.outputs[0]))
+        return self._add(view.name, arguments, view, Ref(view.outputs[0]))
 
-    def _synthetic(self, name: str, arguments: Any, view: Operator, like: Ref) -> Ref:
+    def _add(self, name: str, arguments: Any, view: Operator, like: Ref) -> Ref:
+        """Add an operator that the code did not call, at the place of ``view``."""
         sources = [value.tensor for _, value in arguments if isinstance(value, Ref)]
         static = all(self.graph.tensors[tensor].is_static for tensor in sources)
         differentiable = any(self.graph.tensors[tensor].is_differentiable for tensor in sources)

@@ -49,7 +49,7 @@ def try_declaration(
     Raises:
         DeclarationError: if the kernel computes something else in parts; the message says for which dim.
     """
-    if not _can_be_made_up(given.values()):
+    if not _can_be_synthetic(given.values()):
         return
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     # What is asked of numbers here the model's code does not ask.
@@ -81,7 +81,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _can_be_made_up(values: Collection[Any]) -> bool:
+def _can_be_synthetic(values: Collection[Any]) -> bool:
     """Whether a call's arguments are tensors, not too large, and what can be written down; no objects."""
     size = sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
     return size <= LARGEST and all(map(_is_plain, values))
@@ -138,7 +138,7 @@ class _Trial:
         if not parts:
             return ""
         try:
-            inputs = {name: self._made_up(tensor, values) for name, tensor in self.tensors.items()}
+            inputs = {name: self._synthetic(tensor, values) for name, tensor in self.tensors.items()}
             whole = self._run(inputs, {}, "")
         except DeclarationError as error:
             return str(error)
@@ -182,7 +182,7 @@ class _Trial:
                 halves = _halves(inner)
                 yield group, [{name: [at * inner + i for at in range(outer) for i in half]} for half in halves]
 
-    def _made_up(self, tensor: Tensor, values: Values) -> Tensor:
+    def _synthetic(self, tensor: Tensor, values: Values) -> Tensor:
         known = values(tensor)
         if known is None:
             if not tensor.is_floating_point():
@@ -300,7 +300,7 @@ def found_declaration(
     """
     tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
     made = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
-    if not tensors or not made or not _can_be_made_up(given.values()) or not _is_for_one_rank(function):
+    if not tensors or not made or not _can_be_synthetic(given.values()) or not _is_for_one_rank(function):
         return None
     like = [(key, tuple(t.shape), t.dtype, str(t.device)) for key, t in tensors.items()]
     key = name, tuple(like), repr({key: value for key, value in given.items() if key not in tensors})

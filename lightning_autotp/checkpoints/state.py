@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lightning_autotp.checkpoints.stored import HeldTensor, StoredTensor, original_shape
 from lightning_autotp.layouts.types import local_shape
-from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.gathering import each_once, gather_to_cpu
 from lightning_autotp.parameters.known_writes import known_writes
 from lightning_autotp.parameters.local_blocks import fill, is_cut
@@ -28,6 +27,7 @@ from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
 from lightning_autotp.ranks.agreement import raise_together
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.whole_matrices.optimizer import WholeMatrixOptimizer
 
 Whole = (Tensor, StoredTensor)
 """What a tensor of the original model is loaded from."""
@@ -147,7 +147,7 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, 
     def whole(entry: _Entry) -> Any:
         value = entry.value
         if isinstance(value, Tensor) and isinstance(optimizer, WholeMatrixOptimizer):
-            value = optimizer.from_home(entry.number, value)
+            value = optimizer.from_assigned(entry.number, value)
         return gather_to_cpu(value, entry.meta, table.group, keep)
 
     state = _optimizer_state(optimizer, model, table, whole)
@@ -238,7 +238,7 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[s
                 local_state[numbers[name]] = {
                     key: _local_value(key, name, value, parameter, table) for key, value in values.items()
                 }
-            elif optimizer.is_home(parameter):
+            elif optimizer.is_assigned_here(parameter):
                 local_state[numbers[name]] = {key: _whole_value(value) for key, value in values.items()}
     optimizer.load_state_dict({"state": local_state, "param_groups": groups})
 
@@ -270,7 +270,7 @@ def _optimizer_state(
 ) -> dict[str, Any]:
     """What ``make`` gives for each value of an optimizer's state, and its groups with their names. Collective."""
     local = optimizer.state_dict()
-    in_homes = optimizer.described_state() if isinstance(optimizer, WholeMatrixOptimizer) else None
+    on_one_rank = optimizer.described_state() if isinstance(optimizer, WholeMatrixOptimizer) else None
     entries: list[_Entry] = []
     groups = []
     # Shapes may fit on one rank by chance and not on another: agree before the first tensor travels.
@@ -280,8 +280,8 @@ def _optimizer_state(
         ):
             groups.append({**described, "param_names": names})
             for parameter, number, name in zip(own["params"], described["params"], names, strict=True):
-                if in_homes is not None:
-                    entries += [_Entry(number, key, value, None) for key, value in in_homes.get(number, {}).items()]
+                if on_one_rank is not None:
+                    entries += [_Entry(number, key, value, None) for key, value in on_one_rank.get(number, {}).items()]
                     continue
                 meta, shape = table.meta(parameter), tuple(parameter.shape)
                 for key, value in local["state"].get(number, {}).items():

@@ -43,7 +43,7 @@ from lightning_autotp.private.torch_private import (
     without_subclasses,
 )
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.ranks.meeting import meet
+from lightning_autotp.ranks.store_barrier import store_barrier
 
 
 class GradientBuckets:
@@ -115,7 +115,7 @@ class GradientBuckets:
             RuntimeError: if other ranks do not read.
         """
         for group in dict.fromkeys(hook.group for hook in self._waiting.values()):  # on all ranks in the same order
-            meet(group, f"the gradient of {name} is read, and with that summed over the ranks")
+            store_barrier(group, f"the gradient of {name} is read, and with that summed over the ranks")
         self._sum_waiting()
 
     def _sum_waiting(self) -> None:

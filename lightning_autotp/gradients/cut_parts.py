@@ -1,4 +1,4 @@
-"""Gradients that FSDP2 has cut again over the data axis, and that answer for the whole gradient.
+"""Gradients that FSDP2 has cut again over the data axis, and that represent the whole gradient.
 
 Such a gradient is a ``DTensor`` over the data axis alone: its own norm is that of the tensor-parallel part, another one
 for every tensor-parallel rank. :class:`CutGradientPart` is the same object as one of a subclass, with the same rules as

@@ -160,14 +160,14 @@ def _gathered_together(
     ``low``, all that its call gathers is. A module's own parameters are gathered by one call, so they are low all
     together or not at all. What cannot be gathered so is added to ``stays``.
     """
-    homes: dict[nn.Parameter, list[nn.Module]] = {}
+    holding: dict[nn.Parameter, list[nn.Module]] = {}
     for module in block.modules():
         own = [parameter for parameter in module.parameters(recurse=False) if parameter not in stays]
         if module is not block and not low.issuperset(own):
             low = low.difference(own)
         for parameter in own:
             if not is_cut(parameter):
-                homes.setdefault(parameter, []).append(module)
+                holding.setdefault(parameter, []).append(module)
 
     def most(parameters: Iterable[nn.Parameter], kind: Callable[[nn.Parameter], Any]) -> Any:
         sizes: Counter[Any] = Counter()
@@ -175,13 +175,13 @@ def _gathered_together(
             sizes[kind(parameter)] += parameter.numel()
         return max(sizes, key=sizes.__getitem__, default=None)
 
-    is_low = most(homes, low.__contains__)
-    alike = [parameter for parameter in homes if parameter in low or not is_low]
+    is_low = most(holding, low.__contains__)
+    alike = [parameter for parameter in holding if parameter in low or not is_low]
     dtype = most((parameter for parameter in alike if parameter.requires_grad), attrgetter("dtype"))
     here = {parameter for parameter in alike if parameter.dtype == dtype or not parameter.requires_grad}
     apart: dict[nn.Module, set[nn.Parameter]] = {}
-    for parameter in (parameter for parameter in homes if parameter not in here):
-        module, *others = homes[parameter]
+    for parameter in (parameter for parameter in holding if parameter not in here):
+        module, *others = holding[parameter]
         beside = apart.get(module, set())
         is_alike = all(x.dtype == parameter.dtype and (x in low) == (parameter in low) for x in beside)
         if is_alike and not others and module is not block and _is_called_for_its_own(module):

@@ -21,7 +21,7 @@ from lightning_autotp.torch_functions import ELEMENTWISE, IN_PLACE
 
 
 def become_part(tensor: Tensor, kind: type[PartOfGradient], part: PartOf) -> None:
-    """Let a plain tensor, the same object, answer for the whole."""
+    """Let a plain tensor, the same object, represent the whole."""
     tensor.__class__ = kind
     assert isinstance(tensor, PartOfGradient)
     tensor.part = part
@@ -87,7 +87,7 @@ def _becoming(func: Callable[..., Any], into: Any, gradient: PartOfGradient) -> 
         detail = f", to be written into a tensor {tuple(into.shape)}"
         if base is not None:
             detail += f", a view of one {tuple(base.shape)}"
-        detail += ", which could not answer for the whole: give it a tensor of its own, with its shape"
+        detail += ", which could not represent the whole: give it a tensor of its own, with its shape"
         raise misleading(func, gradient, detail)
     return (into,) if base is None else (into, base)
 

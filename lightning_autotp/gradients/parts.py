@@ -1,4 +1,4 @@
-"""This rank's part of a gradient that answers for the whole one, so that user code and torch's own read it rightly.
+"""This rank's part of a gradient that represents the whole one, so that user code and torch's own read it rightly.
 
 A sharded parameter's ``.grad`` has the elements that this rank holds. Read like any tensor it would silently mislead:
 its norm is another on every rank, its first rows are not the first rows. :class:`GradientPart` is that same tensor,
@@ -75,7 +75,7 @@ class GradientPart(PartOfGradient):
 
 
 def marked(tensor: Tensor, part: PartOf) -> GradientPart:
-    """The same tensor as one that answers for the whole."""
+    """The same tensor as one that represents the whole."""
     found = tensor.as_subclass(GradientPart)
     found.part = part
     return found

@@ -219,7 +219,7 @@ class GradientHooks:
 
     Attributes:
         total: sums what several ranks hold, if they do.
-        mark: lets what is a part answer for the whole.
+        mark: makes a part represent the whole.
     """
 
     total: Hook | None
@@ -273,7 +273,7 @@ def keep_hooked(parameter: Tensor, hook: Hook | None) -> None:
 
 
 def mark_gradients(parameters: Iterable[Tensor]) -> None:
-    """Let gradients that code has put on parameters answer for the whole, as those of backward passes do."""
+    """Let gradients that code has put on parameters represent the whole, as those of backward passes do."""
     for parameter in parameters:
         if type(parameter.grad) in (Tensor, DTensor):
             _, after = hook_tables([parameter])

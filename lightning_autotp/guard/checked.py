@@ -61,7 +61,7 @@ _NOT_READING = frozenset({
     "__delete__", "__format__", "__repr__", "__set__", "backward", "grad", "is_tensor", "pin_memory", "requires_grad_",
     "share_memory_", "type",
 })  # fmt: skip
-"""Functions that compute nothing; getters but that of ``data``, setters, and gradients, which answer for the whole."""
+"""Functions that compute nothing; getters but that of ``data``, setters, and gradients, which represent the whole."""
 _ELEMENTWISE = frozenset(
     {
         *(function.__name__ for function in ELEMENTWISE | LIST_UPDATES),
@@ -206,7 +206,7 @@ class checked(TorchFunctionMode):
         name = _name(func)
         given = args[:1] if name == "__deepcopy__" else (args, kwargs)  # and not what was copied before
         tensors = [leaf for leaf in call_leaves(given) if isinstance(leaf, Tensor)]
-        # Parts of gradients answer for the whole.
+        # Parts of gradients represent the whole.
         part = next((x for x in tensors if x in self._parts and not isinstance(x, PartOfGradient)), None)
         summed = next((tensor for tensor in tensors if tensor in self._summed), None)
         differing = [tensor for tensor in tensors if tensor in self._by_place]

@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.nested import leaves_of
+from lightning_autotp.guard.whole_states import whole_states
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.optimizers.stepping import steps_some_of
-from lightning_autotp.optimizers.whole_states import whole_states
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.parameters.whole_tensors import whole_gradients, whole_tensors
 from lightning_autotp.private.torch_private import has_values, is_compiled_itself, is_in_backward, without_modes

@@ -14,7 +14,7 @@ from lightning_autotp.parameters.known_writes import parts_of
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.torch_private import without_modes
 from lightning_autotp.ranks.agreement import gather_objects
-from lightning_autotp.ranks.meeting import meet
+from lightning_autotp.ranks.store_barrier import store_barrier
 
 
 def first_use(model: nn.Module) -> None:
@@ -26,7 +26,7 @@ def first_use(model: nn.Module) -> None:
     state = parallel_state(model)
     if not state.writes.is_before_use:
         return
-    meet(state.group, f"{type(model).__name__} is used, in a call or an optimizer's step, for the first time")
+    store_barrier(state.group, f"{type(model).__name__} is used, in a call or an optimizer's step, for the first time")
     with without_modes():  # the user's see what the model computes, not this
         found = gather_objects(state.writes.close(parts_of(model)), state.group.process_group)
     _refuse(model, list(dict.fromkeys(name for names in found for name in names)))

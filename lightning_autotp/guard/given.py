@@ -1,7 +1,7 @@
 """Tensors that are in the places of a parallel model's parameters for one call (``torch.func.functional_call``).
 
 They are of this rank's shapes. What was computed of parameters and their gradients (``p - lr * g``, the inner step of
-MAML) is a part that answers for the whole, as a gradient is: the model's layers take the same memory as a plain tensor.
+MAML) is a part that represents the whole, as a gradient is: the model's layers take the same memory as a plain tensor.
 """
 
 from __future__ import annotations

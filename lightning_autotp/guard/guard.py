@@ -260,7 +260,7 @@ class Guard:
             first_use(self.model)
 
     def mark_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Gradients that somebody has put on parts answer for the whole from now on. Not collective."""
+        """Gradients that somebody has put on parts represent the whole from now on. Not collective."""
         mark_gradients(self.model.parameters() if self._snapshot is None else self._snapshot.parts.values())
 
     def _note_step(self, optimizer: Optimizer) -> None:

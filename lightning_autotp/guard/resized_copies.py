@@ -116,7 +116,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_settings(modules: Mapping[str, nn.Module], settings: Mapping[Setting, Any]) -> None:
-    """Give modules, by their paths in the original model, what their twins there have now."""
+    """Give modules, by their paths in the original model, what the modules at these paths there have now."""
     for (path, (*way, name)), value in settings.items():
         owner: Any = modules[path]
         for attribute in way:

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.state import ParameterTable, parallel_state
+from lightning_autotp.whole_matrices.optimizer import WholeMatrixOptimizer
 
 KEY = "autotp"
 """Of the mark, in the metadata of the parallel model's own entry."""

@@ -33,9 +33,9 @@ class _HeldAverages(AveragedModel):
         """Average plain tensors: functions that take lists of them refuse ``DTensor`` among others."""
         reshard(model)
         held = self.module
-        self.module = _twin(held, {}, plain)
+        self.module = _copy(held, {}, plain)
         try:
-            super().update_parameters(_twin(model, {}, plain))
+            super().update_parameters(_copy(model, {}, plain))
         finally:
             self.module = held
 
@@ -66,10 +66,10 @@ class _LocalAverages(private.WeightAveraging):
                 f" process group, which works on {pl_module.device.type}: leave device= out"
             )
         made: dict[int, Any] = {}
-        twin = _twin(pl_module, made)
+        copied = _copy(pl_module, made)
         for model, state in parallel_models(pl_module):
             made[id(model)].autotp = state.of_copy(made)
-        self.average = _HeldAverages(twin, device=device, **self.average_options)
+        self.average = _HeldAverages(copied, device=device, **self.average_options)
 
     @contextmanager
     def exchanging(self, pl_module: LightningModule) -> Iterator[None]:
@@ -131,14 +131,14 @@ def _is_parallel(trainer: Trainer) -> bool:
     return hasattr(trainer.strategy, "state_of")
 
 
-def _twin(module: nn.Module, made: dict[int, Any], of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
+def _copy(module: nn.Module, made: dict[int, Any], of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
     """A plain module tree with the same parameters and buffers, or ``of`` them, under the same names; nothing else."""
 
     def tensors(named: dict[str, Any]) -> dict[str, Any]:  # tied ones stay so
         return {name: None if t is None else made.setdefault(id(t), of(t)) for name, t in named.items()}
 
     if id(module) not in made:
-        made[id(module)] = twin = module_like(module, tensors)
+        made[id(module)] = copied = module_like(module, tensors)
         for name, child in children_of(module).items():
-            twin.add_module(name, None if child is None else _twin(child, made, of))
+            copied.add_module(name, None if child is None else _copy(child, made, of))
     return made[id(module)]

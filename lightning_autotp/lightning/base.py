@@ -36,7 +36,7 @@ from lightning_autotp.lightning.tracebacks import BriefErrors
 from lightning_autotp.parallel.collectives import all_gather_replicate
 from lightning_autotp.parameters.host_memory import to_device
 from lightning_autotp.parameters.state import parallel_models
-from lightning_autotp.pipeline import FindPlan, find_plan, materialize, refuse_offload, refuse_unfit
+from lightning_autotp.pipeline import FindPlan, LocalModel, find_plan, materialize, refuse_offload, refuse_unfit
 from lightning_autotp.planning.checkpointing import KeptActivations, choose, fitting_plan, machine_of, smallest_memory
 from lightning_autotp.planning.rehearsal import Precision
 from lightning_autotp.private.distributed_private import default_store
@@ -76,7 +76,7 @@ class AutoTPBase(StrategyInternals):
             the ``example_input_array`` of a model that is none of Hugging Face's serves. Without one, under the
             Trainer, it is the call that the first training step makes, if a ``DataLoader`` over a map-style dataset was
             given to ``trainer.fit`` or is what ``train_dataloader()`` returns: it and ``training_step`` run once in a
-            forked process, until the model is called. Else a batch is made up, for a model that takes ``input_ids``.
+            forked process, until the model is called. Else a synthetic batch is, for a model that takes ``input_ids``.
         checked_batches: how many batches are compared over the ranks of one copy before they are used.
         checked_steps: how many steps with each kind of batch run under :func:`lightning_autotp.checked`.
         broadcast_batches: let only the first rank of a tensor-parallel group read its dataloaders (and run their
@@ -422,7 +422,7 @@ class AutoTPBase(StrategyInternals):
 
     # --- models' values ---
 
-    def fill(self, module: nn.Module, models: Iterable[nn.Module], precision: str) -> list[RemovableHandle]:
+    def fill(self, module: nn.Module, models: Iterable[LocalModel], precision: str) -> list[RemovableHandle]:
         """Give local models this rank's part of their values, on its device; then average gradients over the copies.
 
         Collective over all processes; every backward pass is afterwards.

@@ -1,4 +1,4 @@
-"""The exchange between batches: one small all-reduce, which tells every rank what it should know before it goes on.
+"""The exchange between batches: one small all-reduce of what all ranks must agree on.
 
 It says whether any rank has got a signal, and whether the ranks of each copy of the model still have in common what
 they must (:mod:`lightning_autotp.ranks.consistency`), have computed the same losses
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_autotp.optimizers.whole_states import drifts_of
+from lightning_autotp.guard.whole_states import drifts_of
 from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.ranks.consistency import ReplicaConsistency
 from lightning_autotp.ranks.extremes import LOWEST

@@ -21,9 +21,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import CaptureError
-from lightning_autotp.checkpoints.export import ENTRY, describe_models
 from lightning_autotp.checkpoints.files import read_checkpoint, read_stored
 from lightning_autotp.checkpoints.state import (
     full_optimizer_state,
@@ -31,11 +29,13 @@ from lightning_autotp.checkpoints.state import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
+from lightning_autotp.export.from_model import ENTRY, describe_models
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
 from lightning_autotp.guard.checked import CheckedCalls
-from lightning_autotp.guard.guard import guard_of, guarded_models
+from lightning_autotp.guard.guard import guarded_models
 from lightning_autotp.guard.state_dicts import refuse_whole_optimizer_states
+from lightning_autotp.guard.whole_states import drifts_of
 from lightning_autotp.lightning.base import AutoTPBase
 from lightning_autotp.lightning.discovery import find_models
 from lightning_autotp.lightning.loaders import ComparedFirst, CountedNotes, NotedLoader, seed_workers_by
@@ -43,11 +43,11 @@ from lightning_autotp.lightning.models_local import count_copies_once
 from lightning_autotp.lightning.optimizers import move_to_local, originals, owner_of, then_compute
 from lightning_autotp.optimizers.scaler import agreed_scaling
 from lightning_autotp.optimizers.stepping import steps_some_of
-from lightning_autotp.optimizers.whole_states import drifts_of
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.parameters.state import is_parallel, parallel_models
-from lightning_autotp.pipeline import FindPlan, make_local
+from lightning_autotp.pipeline import FindPlan, LocalModel, make_local
+from lightning_autotp.pretrained.meta_model import meta_model
 from lightning_autotp.private.lightning_private import BackwardSync
 from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.ranks.agreement import check_same_weights, raise_together
@@ -177,18 +177,18 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             self._refuse_optimizers_of(module)
             models, precision = self._models_of(module), str(self.precision.precision)
             self.prepare((model for model, _ in models), precision)
+        made = []
         for model, inputs in models:
             check_same_weights(model, None)
             self.fit_into_memory(model, inputs, precision)
             is_only = len(models) == 1 and not self._modules  # as far as is known: others take memory, too
-            self._make_local(model, inputs, self.finder(inputs if is_only else None, precision))
-        self.fill(module, [model for model, _ in models], precision)
+            made.append(self._make_local(model, inputs, self.finder(inputs if is_only else None, precision)))
+        self.fill(module, made, precision)
         count_copies_once(module, self.data_parallel_group)
-        for model, _ in models:
-            guard = guard_of(model)
+        for local in made:
             if self._notes is not None:
-                guard.join(partial(ComparedFirst(self._notes).before, model))
-            guard.join(partial(self._checked_calls.before, model), self._checked_calls)
+                local.guard.join(partial(ComparedFirst(self._notes).before, local.module))
+            local.guard.join(partial(self._checked_calls.before, local.module), self._checked_calls)
         self._modules[module] = None
         self.measure_steps([model for part in self._modules for model, _ in parallel_models(part)], precision)
         return given
@@ -200,9 +200,9 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
         inputs = given() if callable(given) else given
         return [(module, inputs if inputs is not None else getattr(module, "example_input_array", None))]
 
-    def _make_local(self, model: nn.Module, inputs: Any, find: FindPlan) -> None:
+    def _make_local(self, model: nn.Module, inputs: Any, find: FindPlan) -> LocalModel:
         try:
-            make_local(model, self.tensor_parallel_group, inputs, self.options_here, self.copies, find)
+            return make_local(model, self.tensor_parallel_group, inputs, self.options_here, self.copies, find)
         except CaptureError as error:
             if inputs is not None or is_parallel(model):
                 raise

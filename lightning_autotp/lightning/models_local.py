@@ -16,7 +16,7 @@ from lightning_autotp.capture.capture import CaptureError, ExampleCall, in_small
 from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.lightning.first_step import FirstStep, first_step
 from lightning_autotp.parameters.state import is_parallel
-from lightning_autotp.pipeline import FindPlan, make_local
+from lightning_autotp.pipeline import FindPlan, LocalModel, make_local
 from lightning_autotp.private.torch_private import uncompiled
 from lightning_autotp.proving.new_calls import with_rows
 from lightning_autotp.ranks.agreement import PeerError, check_same_weights, raise_together
@@ -30,11 +30,11 @@ def make_models_local(
     copies: DeviceMesh | None,
     options: PlanOptions,
     before: Callable[[nn.Module, Any], FindPlan],
-) -> None:
+) -> list[LocalModel]:
     """Plan for, cut and prove these models. Collective over all processes.
 
     A model without example inputs is traced in the call that the first training step makes of it, where that can be
-    looked at; else with a made-up batch. A plan that is given is of a made-up batch already.
+    looked at; else with a synthetic batch. A plan that is given is of a synthetic batch already.
 
     Args:
         trainer: whose first training step counts.
@@ -43,6 +43,9 @@ def make_models_local(
         copies: the ranks that have the same part of the other copies of the models, if there are several copies.
         options: for the plans. Without a number of tokens, they are priced for the first batch.
         before: what is done with each model and its example before it is planned for; tells how to plan. Collective.
+
+    Returns:
+        The models, in the same order.
 
     Raises:
         PeerError: on every rank, if any rank fails.
@@ -58,15 +61,17 @@ def make_models_local(
         if is_price_unknown:
             options = replace(options, tokens_per_step=step.tokens)
     calls = dict(zip(asked, step.calls, strict=True))
+    made = []
     for model, inputs in models:
         check_same_weights(model, None)
         find = before(model, calls.get(model, inputs))
         if model in calls:
             names = trainer.lightning_module.named_modules()
             name = next(path for path, module in names if uncompiled(module) is model)
-            _make_local_for_call(name, model, calls[model], step.why, group, copies, options, find)
+            made.append(_make_local_for_call(name, model, calls[model], step.why, group, copies, options, find))
         else:
-            make_local(model, group, inputs, options, copies, find)
+            made.append(make_local(model, group, inputs, options, copies, find))
+    return made
 
 
 def _make_local_for_call(
@@ -78,20 +83,19 @@ def _make_local_for_call(
     copies: DeviceMesh | None,
     options: PlanOptions,
     find: FindPlan,
-) -> None:
-    """Make a model local for the call of the training step; where that is not known or not traced, for one made up."""
+) -> LocalModel:
+    """Make a model local for the training step's call; where that is not known or not traced, for a synthetic one."""
     for example, source in _examples(model, call):
         try:
-            make_local(model, group, example, replace(options, traced_with=source), copies, find)
-            return
+            return make_local(model, group, example, replace(options, traced_with=source), copies, find)
         except (CaptureError, PeerError) as error:  # the first rank traces, and the others hear of it
             kinds = error.kinds if isinstance(error, PeerError) else {CaptureError.__name__}
             if is_parallel(model) or kinds != {CaptureError.__name__}:
                 raise
             why = str(error)
-    source = f"a made-up batch ({why.splitlines()[0]})"
+    source = f"a synthetic batch ({why.splitlines()[0]})"
     try:
-        make_local(model, group, None, replace(options, traced_with=source), copies, find)
+        return make_local(model, group, None, replace(options, traced_with=source), copies, find)
     except CaptureError as error:
         if call is not None:  # it is that call which should be traced
             raise CaptureError(f"self.{name}: {why}") from error

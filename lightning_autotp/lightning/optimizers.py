@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_autotp.checkpoints.state import load_full_optimizer_state
 from lightning_autotp.guard.guard import check_gradients
-from lightning_autotp.optimizers.on_parts import check_optimizer
+from lightning_autotp.guard.on_parts import check_optimizer
 from lightning_autotp.optimizers.stepping import stepped_by
 from lightning_autotp.parallel.head_product import compute_undone
 from lightning_autotp.ranks.agreement import raise_together

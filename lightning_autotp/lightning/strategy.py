@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import ExampleCall
-from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
-from lightning_autotp.checkpoints.export import ENTRY, describe_models, save_pretrained
 from lightning_autotp.checkpoints.files import open_checkpoint
 from lightning_autotp.checkpoints.state import load_full_optimizer_state, load_full_state_dict
+from lightning_autotp.export.adapters import find_adapted, save_adapter
+from lightning_autotp.export.from_model import ENTRY, describe_models, save_pretrained
 from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_again
 from lightning_autotp.gradients.norms import clip_gradients_norm, clip_gradients_value
 from lightning_autotp.gradients.sums import postponed_sums
@@ -48,6 +47,7 @@ from lightning_autotp.lightning.throughput import share_batches
 from lightning_autotp.optimizers.scaler import agreed_scaling
 from lightning_autotp.parameters.host_memory import states_to_parameters
 from lightning_autotp.pipeline import FindPlan, find_plan
+from lightning_autotp.pretrained.meta_model import meta_model
 from lightning_autotp.private.lightning_private import (
     DeferredSignals,
     add_worker_init_fn,
@@ -171,10 +171,10 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             return self.finder(example if len(models) == 1 else None, precision, accumulates)
 
         group, options = self.tensor_parallel_group, self.options_here
-        make_models_local(trainer, models, group, self.copies, options, fit_into_memory)
+        made = make_models_local(trainer, models, group, self.copies, options, fit_into_memory)
         for handle in self._averaging:
             handle.remove()
-        self._averaging = self.fill(module, [model for model, _ in models], precision)
+        self._averaging = self.fill(module, made, precision)
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for held in (module, *(value for callback in self._callbacks for value in vars(callback).values())):
             if isinstance(held, nn.Module):
@@ -431,7 +431,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
         Args:
             directory: where to.
             model: which of the LightningModule's models; only needed if it has several.
-            **kwargs: for :func:`~lightning_autotp.checkpoints.adapters.save_adapter`, or for
+            **kwargs: for :func:`~lightning_autotp.export.adapters.save_adapter`, or for
                 :func:`lightning_autotp.save_pretrained`, such as ``max_shard_size`` and ``dtype``.
 
         Raises:

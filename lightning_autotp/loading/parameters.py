@@ -25,7 +25,6 @@ from lightning_autotp.building.checkpoint_reading import (
     files_kept_open,
     read_headers,
 )
-from lightning_autotp.building.formats import QuantizationError
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.weight_conversion import RecipeReader
 from lightning_autotp.layouts.blocks import Block, Box, in_units, index, whole_box
@@ -34,9 +33,10 @@ from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.host_memory import offloaded, to_device
 from lightning_autotp.parameters.local_blocks import held_blocks, plain
 from lightning_autotp.parameters.meta import ParameterMeta
-from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import ParameterPlace, model_group, parallel_models
 from lightning_autotp.private.torch_private import parameters_of
+from lightning_autotp.quantized.formats import QuantizationError
+from lightning_autotp.quantized.weight import QuantizedWeight
 
 
 def check_checkpoint(model: nn.Module) -> None:
@@ -123,11 +123,13 @@ def load_parameters(
     if wrong:
         raise CheckpointError("local parameters do not have the shapes that their layouts give:\n" + "\n".join(wrong))
     check_checkpoint(model)
-    homes = dict.fromkeys(waiting, torch.device(device or "cpu")) | dict.fromkeys(offloaded(model), torch.device("cpu"))
+    devices = dict.fromkeys(waiting, torch.device(device or "cpu")) | dict.fromkeys(
+        offloaded(model), torch.device("cpu")
+    )
     with files_kept_open():
         for parameter, places in waiting.items():
             whole_rows = (extremes or {}).get(places[0].meta.name)
-            filled = _fill(parameter, places[0].meta, homes[parameter], whole_rows)
+            filled = _fill(parameter, places[0].meta, devices[parameter], whole_rows)
             for place in places:
                 parameters_of(place.module)[place.attribute] = filled
             told(parameter.nbytes)

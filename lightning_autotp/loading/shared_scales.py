@@ -18,11 +18,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_autotp.building.formats import FourBit, library_of
 from lightning_autotp.layouts.blocks import in_units, index
 from lightning_autotp.parameters.meta import ParameterMeta
-from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.quantized.formats import FourBit, library_of
+from lightning_autotp.quantized.weight import QuantizedWeight
 from lightning_autotp.ranks.group import TPGroup
 
 

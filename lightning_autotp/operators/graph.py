@@ -237,10 +237,10 @@ class Graph:
         experts: the runs of modules that hold a mixture's stacked experts.
         overwritten: where tensors enter or leave modules whose memory code goes on to change in place.
         units: of parameters that may be cut along each dim at multiples of a length only: these lengths.
-        value_reading: modules whose code asks for values that were made up.
+        value_reading: modules whose code asks for synthetic values.
         value_dependent: the ``value_reading`` ones, those that get numbers from them, and those that do something else
             with other random numbers.
-        branching: modules whose code may run otherwise with other values than those that were made up: the
+        branching: modules whose code may run otherwise with other values than the synthetic ones: the
             ``value_dependent`` ones and, as what they are given may be other than it was, all inside of these.
         draws: for each time that the model ran in the trace, which numbers its code got that draws some in Python.
         has_drawn: whether it does.

@@ -1,1 +1,1 @@
-"""Optimizers of a parallel model: whether they may step parts, and those that need whole matrices."""
+"""Optimizers of a parallel model: the steps they make, trials of them on small tensors, loss scaling."""

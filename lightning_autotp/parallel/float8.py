@@ -30,11 +30,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_autotp.building.float8 import Float8, float8_of
 from lightning_autotp.parallel.collectives import reduce_values
 from lightning_autotp.parallel.local_parameters import become
 from lightning_autotp.private.torch_private import has_values
 from lightning_autotp.private.torchao_private import largest, to_float8
+from lightning_autotp.quantized.float8 import Float8, float8_of
 from lightning_autotp.ranks.group import TPGroup
 
 

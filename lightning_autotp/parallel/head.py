@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.parallel.linear import ColumnParallelLinear
 from lightning_autotp.parallel.logits import VocabParallelLogits
 from lightning_autotp.parallel.overlap import replicate
 from lightning_autotp.private.torch_private import ModuleHooks, has_values
+from lightning_autotp.quantized.float8 import float8_of
 
 
 class VocabParallelHead(ColumnParallelLinear):

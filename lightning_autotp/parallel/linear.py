@@ -27,7 +27,6 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.plan import ImplementationPlan
 from lightning_autotp.layouts.types import Shard
@@ -41,6 +40,7 @@ from lightning_autotp.parallel.float8 import local_product
 from lightning_autotp.parallel.layer_runs import NotesRuns
 from lightning_autotp.parallel.local_parameters import LocalParameters, become, localize_parameter, take_parts
 from lightning_autotp.parallel.overlap import product, replicate
+from lightning_autotp.quantized.float8 import float8_of
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementation
 

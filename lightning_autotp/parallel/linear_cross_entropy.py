@@ -182,7 +182,7 @@ class _TokenChunk:
 
 
 def _parts(work: _Work, features: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[_TokenChunk]:
-    """One part after the other; whoever takes them has to let go of one before the next is made."""
+    """One part after the other; each has to be freed by the caller before the next is made."""
     weight, bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
     for span in work.spans():
         yield _TokenChunk(work, span, features[span].to(work.dtype), weight, bias)

@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.layouts.transitions import transition
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.collectives import begin_backward, begin_gather, convert, transition_backward, wait
@@ -50,6 +49,7 @@ from lightning_autotp.private.torch_private import (
     is_in_backward,
     own_shape,
 )
+from lightning_autotp.quantized.float8 import float8_of
 from lightning_autotp.ranks.group import TPGroup
 
 _WHOLE = Invariant()

@@ -20,8 +20,8 @@ from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.part import PartOf
 from lightning_autotp.parameters.pending_gradient import PendingGradient
-from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.private.torch_private import without_subclasses
+from lightning_autotp.quantized.weight import QuantizedWeight
 from lightning_autotp.ranks.group import TPGroup
 
 
@@ -43,7 +43,7 @@ def joined(tensor: Tensor) -> Tensor:
 def _detached(tensor: Tensor) -> Tensor:
     if isinstance(tensor, PendingGradient):
         tensor.settle("reading")
-    with without_subclasses():  # a part of a gradient that answers for the whole is an ordinary tensor, too
+    with without_subclasses():  # a part of a gradient that represents the whole is an ordinary tensor, too
         detached = tensor.detach()
     return detached.values() if isinstance(detached, QuantizedWeight) else detached
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_autotp.building.formats import Format
 from lightning_autotp.layouts.blocks import Block, blocks_of
 from lightning_autotp.layouts.types import Invariant, Layout, Shard, local_shape
+from lightning_autotp.quantized.formats import Format
 
 
 @dataclass

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_autotp.building.checkpoint_reading import CheckpointSource
-from lightning_autotp.building.quantization import as_loaded, format_of
 from lightning_autotp.building.recipe import take_recipe
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.layouts.plan import ConversionPlan, Plan
@@ -25,6 +24,7 @@ from lightning_autotp.parameters.lowered_gathers import LoweredGathers
 from lightning_autotp.parameters.meta import ParameterMeta
 from lightning_autotp.parameters.writes import Writes
 from lightning_autotp.private.torch_private import WeakIdKeyDictionary, children_of, parameters_of
+from lightning_autotp.quantized.noted import as_loaded, format_of
 from lightning_autotp.ranks.group import TPGroup
 
 Hook = Callable[[Tensor], Tensor]
@@ -172,21 +172,21 @@ class ParallelState:
             )
         return places
 
-    def of_copy(self, twins: Mapping[int, Any]) -> ParallelState:
+    def of_copy(self, copies: Mapping[int, Any]) -> ParallelState:
         """The state of a copy of the model.
 
         Args:
-            twins: the copies of its modules, and of what a deep copy has copied besides, by the ids of these.
+            copies: the copies of its modules, and of what a deep copy has copied besides, by the ids of these.
         """
         metas = {id(meta): replace(meta) for meta in self.metas.values()}
         made = ParallelState(self.plan, self.group, {name: metas[id(meta)] for name, meta in self.metas.items()})
         made.sources, made.cpu_offload = dict(self.sources), self.cpu_offload
         made.gradient_sums, made.gradient_hooks = dict(self.gradient_sums), dict(self.gradient_hooks)
-        made.guard = twins.get(id(self.guard))  # which hooks of a deep copy have
+        made.guard = copies.get(id(self.guard))  # which hooks of a deep copy have
         made.parts, made.given, made.modules = self.parts, self.given, self.modules
         for module, path in self._paths.items():
-            if id(module) in twins:
-                made._paths[twins[id(module)]] = path
+            if id(module) in copies:
+                made._paths[copies[id(module)]] = path
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:

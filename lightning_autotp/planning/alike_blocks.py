@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_autotp.building.quantization import format_of
 from lightning_autotp.building.repeated_blocks import blocks_of_their_own, repeated_blocks
 from lightning_autotp.planning.meter import Change, Held, Meter, Moment, Ran
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.private.torch_private import own_shape, tree_leaves, tree_map, tree_map_only
+from lightning_autotp.quantized.noted import format_of
 
 _Item = TypeVar("_Item")
 
@@ -305,7 +305,7 @@ class Sampled:
                 added = [self._between(start, end, three, group) for group in groups]
                 changes.append((at.changes, [change for more, _ in added for change in more]))
                 ran.append((at.ran, [one for _, more in added for one in more]))
-            # What is let go of for all blocks at once, in any order, such as autocast's copies of parameters.
+            # What is freed for all blocks at once, in any order, such as autocast's copies of parameters.
             for number in range(outside[0].changes, outside[1].changes):
                 change = self.meter.changes[number]
                 if change.bytes < 0 and forward[0].changes <= change.made < forward[1].changes:

@@ -17,13 +17,13 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from lightning_autotp.building.hub import refuse_missing
-from lightning_autotp.building.quantization import LIBRARIES, note_quantization
 from lightning_autotp.capture.capture import CaptureError, first_line, language_model_inputs, step_size
 from lightning_autotp.capture.nested import tensors_in
-from lightning_autotp.pipeline import MADE_UP
+from lightning_autotp.pipeline import SYNTHETIC
 from lightning_autotp.planning.rehearsal import one_row
+from lightning_autotp.pretrained.hub import refuse_missing
 from lightning_autotp.private.torch_private import tree_map_only
+from lightning_autotp.quantized.noted import LIBRARIES, note_quantization
 
 
 def model_of(name: str, auto_class: str | None = None) -> nn.Module:
@@ -100,24 +100,24 @@ class Batch(NamedTuple):
 
 
 def batch_of(example: Path | None, model: nn.Module, length: int) -> Batch:
-    """The batch of a file, or a made-up one.
+    """The batch of a file, or a synthetic one.
 
     Args:
         example: a file that ``torch.save`` has written (``.pt``), of tensors alone, or a JSON file, whose lists are
-            tensors; without one, a batch is made up.
+            tensors; without one, the batch is synthetic.
         model: the model.
-        length: tokens of a row that is made up.
+        length: tokens of a synthetic row.
 
     Raises:
         ValueError: if the file has no batch for this model.
-        CaptureError: if none can be made up.
+        CaptureError: if none can be made.
     """
     if example is None:
         try:
             made = language_model_inputs(model)
         except CaptureError as error:
             raise CaptureError(f"{error} For a command write that batch to a file: --example batch.pt") from error
-        return Batch(made, one_row(model, made, length), len(made["input_ids"]), MADE_UP)
+        return Batch(made, one_row(model, made, length), len(made["input_ids"]), SYNTHETIC)
     batch = _named(_read(example), model, example)
     rows = next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim()), None)
     if rows is None:

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Ref
-from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.private.torch_private import FakeTensor, TorchDispatchMode, schema_of, storage_key, tree_leaves
+from lightning_autotp.quantized.weight import QuantizedWeight
 
 Label = Literal["parameters", "quantized", "copies", "dequantized", "gradients", "states", "activations", "other"]
 """What a storage is: a parameter; what is stored of a quantized one; a parameter in another dtype; the numbers that a

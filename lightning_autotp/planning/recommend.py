@@ -185,7 +185,7 @@ def recommend(
     Args:
         model: any module, best on meta; it is only looked at. It may be one that
             ``from_pretrained(..., quantization_config=...)`` has built inside ``meta_model()``.
-        example_inputs: one row as the training step passes it, by the names of the arguments; made up for a language
+        example_inputs: one row as the training step passes it, by the names of the arguments; synthetic for a language
             model.
         gpus: how many of which: ``"16xH100"``, or ``"4xmy_machine.yaml"``, or what was read of such a file.
         tokens_per_step: tokens of an optimizer step, of all copies and accumulated passes together.

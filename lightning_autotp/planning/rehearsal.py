@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.building.formats import library_of
-from lightning_autotp.building.quantization import format_of, note_quantization
 from lightning_autotp.building.repeated_blocks import OffloadedForward, blocks_of_their_own, repeated_blocks
 from lightning_autotp.capture.capture import ExampleCall, meta_copy
 from lightning_autotp.gradients.data_parallel import embeddings_of_their_own
 from lightning_autotp.layouts.plan import Plan
-from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.alike_blocks import NotAlike, Repeats, Sampled, repeats_of
 from lightning_autotp.planning.meter import FUNCTIONAL, Held, Label, Meter, Others, Work
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.private.torch_private import tree_map_only, values_in_fake_tensors
 from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
+from lightning_autotp.quantized.formats import library_of
+from lightning_autotp.quantized.noted import format_of, note_quantization
+from lightning_autotp.quantized.weight import QuantizedWeight
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.cost import Profile
 

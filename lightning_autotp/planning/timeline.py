@@ -14,7 +14,7 @@ from lightning_autotp.planning.meter import Ran
 from lightning_autotp.planning.rehearsal import Rehearsal
 
 Phase = Literal["forward", "backward", "update"]
-Kind = Literal["products", "others", "tensor_parallel", "update"]
+WorkKind = Literal["products", "others", "tensor_parallel", "update"]
 """As :class:`~lightning_autotp.planning.estimate.StepTime` has them."""
 
 
@@ -34,7 +34,7 @@ class Span:
     name: str
     place: str
     phase: Phase
-    kind: Kind
+    kind: WorkKind
     start: float
     seconds: float
 
@@ -69,7 +69,7 @@ def timeline(
     now = 0.0
     for number, ran in enumerate(work.ran):
         phase: Phase = "forward" if number < rehearsal.forward else "backward"
-        kind: Kind = "products" if ran.flops is not None else "tensor_parallel" if ran.collective else "others"
+        kind: WorkKind = "products" if ran.flops is not None else "tensor_parallel" if ran.collective else "others"
         spans.append(Span(ran.name, ran.place, phase, kind, now, seconds(ran)))
         now += spans[-1].seconds
     return (*spans, Span("optimizer step", "", "update", "update", now, total.update))

@@ -319,11 +319,11 @@ class _Search:
         taken = {(size.module, size.attribute) for size in sizes if size.call is None}
         for attribute in self._integers(path, whole):
             change = tuple(
-                SizePlan(twin, attribute, *length)
-                for twin in self._twins(path)
-                if (twin, attribute) not in taken
-                if (value := self.solution.graph.integers.get(twin, {}).get(attribute)) is not None
-                if (length := _length(self.lengths.get(twin, {}), value, (whole, local))) is not None
+                SizePlan(other, attribute, *length)
+                for other in self._of_same_class(path)
+                if (other, attribute) not in taken
+                if (value := self.solution.graph.integers.get(other, {}).get(attribute)) is not None
+                if (length := _length(self.lengths.get(other, {}), value, (whole, local))) is not None
             )
             alike = tuple(size for size in change if (size.whole, size.local) == (whole, local))
             staged = tuple(size for size in change if size in alike or in_any_layer(size.module) == in_any_layer(path))
@@ -366,10 +366,10 @@ class _Search:
         taken = {(size.module, size.attribute, size.call) for size in sizes}
         is_whole = set(local) == {whole}
         change = tuple(
-            SizePlan(twin, leaf, *length, call.site)
-            for twin in self._twins(call.module)
-            if (twin, leaf, call.site) not in taken
-            if (length := self._length_there(twin, call.site, int(leaf), (whole, local), is_whole)) is not None
+            SizePlan(other, leaf, *length, call.site)
+            for other in self._of_same_class(call.module)
+            if (other, leaf, call.site) not in taken
+            if (length := self._length_there(other, call.site, int(leaf), (whole, local), is_whole)) is not None
         )
         alike = tuple(size for size in change if (size.whole, size.local) == (whole, local))
         name = in_any_layer(call.module)
@@ -390,7 +390,8 @@ class _Search:
             return (value, (value,) * self.solution.ranks) if handled else None
         return _length(self._lengths(operators), value, length)
 
-    def _twins(self, path: str) -> list[str]:
+    def _of_same_class(self, path: str) -> list[str]:
+        """The paths of the modules of the same class as this one."""
         kind = type(self.model.get_submodule(path))
         return [name for name, module in self.model.named_modules() if type(module) is kind]
 

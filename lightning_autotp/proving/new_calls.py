@@ -73,7 +73,7 @@ from lightning_autotp.proving.verify import trace
 from lightning_autotp.proving.ways import same_way
 from lightning_autotp.ranks.agreement import first_makes, made_together, raise_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.ranks.meeting import meet
+from lightning_autotp.ranks.store_barrier import store_barrier
 from lightning_autotp.solving.expert_modules import constrained_by
 from lightning_autotp.solving.paths import SeenPath, add_paths, seen_paths
 from lightning_autotp.solving.plan_from_solution import (
@@ -673,11 +673,13 @@ class CallProver:
 
     def _meet(self, kind: Hashable) -> None:
         """Wait for the other ranks before the first call of a kind: that is where one rank alone calls the model."""
-        meet(self.group, f"{self._who()} is called, for the first time in this way,")
+        store_barrier(self.group, f"{self._who()} is called, for the first time in this way,")
         self.met.add(kind)
 
     def _meet_in_stage(self) -> None:
-        meet(self.group, f"{self._who()} is called, for the first time since its mode changed or weights were loaded,")
+        store_barrier(
+            self.group, f"{self._who()} is called, for the first time since its mode changed or weights were loaded,"
+        )
 
     def _who(self) -> str:
         return type(self.model).__name__

@@ -1,4 +1,4 @@
-"""What modules' code may do where values decide which way it goes: what a trace with made-up values has seen of it.
+"""What modules' code may do where values decide which way it goes: what a trace with synthetic values has seen of it.
 
 A loop over a mixture's experts runs once for each expert that some token chooses, and skips the others. A trace shows
 one way through such code. Every other way is the same computation on the ranks if each of its steps was seen in the

@@ -1,6 +1,6 @@
 """Sizes of tensors at the step that will be trained.
 
-The trace is small: five made-up sentences of 61 tokens, or one batch that the user gave. In a plan priced for it,
+The trace is small: five synthetic sentences of 61 tokens, or one batch that the user gave. In a plan priced for it,
 summing a parameter's gradient once would look dear and communicating activations in every layer cheap. So what grows
 with the tokens is scaled to the tokens of a real step, and everything is priced at that size.
 
@@ -14,7 +14,7 @@ An axis of positions, which indices have, and some of its positions (all tokens 
 their number. A tensor has one axis of rows, its first. What values count (the tokens that choose an expert) grows with
 both. Only axes that occur in no parameter count: a model may have as many heads as the batch has rows. The exception
 are axes of indices (token ids, positions), which are never features: a table of positions is a parameter that has an
-axis of tokens. (The made-up batch's sizes are primes that equal no size of the model.) Where an example has as many
+axis of tokens. (The synthetic batch's sizes are primes that equal no size of the model.) Where an example has as many
 rows as tokens, its own tensors tell which axis is which.
 
 An example with a single row has no axis of rows to be seen: every tensor computed from it is there once for each row of

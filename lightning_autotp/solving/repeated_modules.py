@@ -15,7 +15,7 @@ from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.operators.graph import Graph, Operator
 
 
-def twins(graph: Graph) -> Iterator[tuple[int, int]]:
+def repeated_tensors(graph: Graph) -> Iterator[tuple[int, int]]:
     """Tensors made in a later run of a module or a line, each with the tensor that the first run made in its place.
 
     Only of modules and lines whose runs are the same operators, on tensors of as many dims.
@@ -24,10 +24,10 @@ def twins(graph: Graph) -> Iterator[tuple[int, int]]:
     for first, run in _later_runs(graph):
         if _alike(graph, first, run):
             for left, right in zip(first, run, strict=True):
-                for tensor, twin in zip(left.outputs, right.outputs, strict=True):
-                    if twin not in done and twin != tensor and not graph.tensors[twin].is_static:
-                        done.add(twin)
-                        yield twin, tensor
+                for tensor, later in zip(left.outputs, right.outputs, strict=True):
+                    if later not in done and later != tensor and not graph.tensors[later].is_static:
+                        done.add(later)
+                        yield later, tensor
 
 
 def _later_runs(graph: Graph) -> Iterator[tuple[list[Operator], list[Operator]]]:

@@ -137,7 +137,7 @@ def _solve_once(tables: Tables, pinned: Mapping[str, int | None], kept: Mapping[
         where = producer.operator.source if producer else "a parameter"
         raise RuntimeError(f"no layout satisfies every operator around {where}; please report this model") from error
     kinds = {tensor: domains[tensor][code] for tensor, code in found.values.items()}
-    solution = read_solution(tables, kinds | {twin: kinds[tensor] for twin, tensor in tables.first.items()}, found)
+    solution = read_solution(tables, kinds | {later: kinds[tensor] for later, tensor in tables.first.items()}, found)
     if tables.planned is None:
         solution.reasons = Reasons(tables, problem, domains, pinned, found.cost)
         solution.divided_work, solution.whole_work = whole_work(tables, solution.layouts)

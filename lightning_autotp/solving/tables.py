@@ -31,7 +31,7 @@ from lightning_autotp.solving.implementations import DEFERRED_SUM, Implementatio
 from lightning_autotp.solving.kept_parts import kept_in_parts
 from lightning_autotp.solving.planned import Kind, PlanConstraints
 from lightning_autotp.solving.pricing import ScaledSizes
-from lightning_autotp.solving.repeated_modules import twins
+from lightning_autotp.solving.repeated_modules import repeated_tensors
 from lightning_autotp.solving.residual import residual_axes
 
 I, R, P = "I", "R", "P"  # noqa: E741 (the field's own names for the types)
@@ -176,14 +176,14 @@ class Tables:
         """For tensors of a module's later runs the one that stands for them: their dims are the same axes."""
         dims = {tensor: found for relation in relations for tensor, found in relation.outputs.items()}
         first: dict[int, int] = {}
-        for twin, tensor in twins(self.graph):
+        for later, tensor in repeated_tensors(self.graph):
             # Where values say how long a dim is, it may be another in each run.
-            varies = self._module_of.get(twin) in self.graph.branching
-            if twin in dims and all(
+            varies = self._module_of.get(later) in self.graph.branching
+            if later in dims and all(
                 (varies and a.size != b.size) or self.axes.unify(a, b)
-                for a, b in zip(dims[twin], dims[tensor], strict=True)
+                for a, b in zip(dims[later], dims[tensor], strict=True)
             ):
-                first[twin] = first.get(tensor, tensor)
+                first[later] = first.get(tensor, tensor)
         return first
 
     def _with_all_tokens(self) -> set[int]:

@@ -348,7 +348,7 @@ else:
 let_threads_finish_at_end()
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]} {number}", rank=0, world_size=1)
 tensors = [torch.ones(1) for _ in range(20_000)]
-dist.all_reduce_coalesced(tensors)  # a worker lets go of them, which takes long, when this process ends already
+dist.all_reduce_coalesced(tensors)  # a worker frees them, which takes long, when this process ends already
 del tensors
 """
 

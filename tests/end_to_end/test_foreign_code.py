@@ -508,10 +508,10 @@ def test_a_copy_keeps_what_was_put_on_a_module_that_is_made_anew() -> None:
     model[0].register_forward_hook(lambda module, args, result: seen.append(module))
     model[0].forward = lambda x: x + 1  # type: ignore[method-assign]
     model.eval()
-    twin = meta_copy(model)
-    assert twin(torch.zeros(2)).tolist() == [1, 1]
-    assert seen == [twin[0]] != [model[0]]
-    assert not twin[0].training
+    copied = meta_copy(model)
+    assert copied(torch.zeros(2)).tolist() == [1, 1]
+    assert seen == [copied[0]] != [model[0]]
+    assert not copied[0].training
 
 
 class Stage(nn.Module):

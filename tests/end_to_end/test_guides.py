@@ -37,9 +37,9 @@ from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_autotp import AutoTPStrategy, grad_norms
-from lightning_autotp.building.float8 import float8_of
 from lightning_autotp.lightning.throughput import ThroughputMonitor
-from lightning_autotp.parameters.quantized_weight import QuantizedWeight
+from lightning_autotp.quantized.float8 import float8_of
+from lightning_autotp.quantized.weight import QuantizedWeight
 
 __all__ = ["tiny"]  # a fixture
 VOCABULARY = 151

@@ -12,7 +12,7 @@ LOADING = """
 import os, sys, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from lightning_autotp.loading.parameters import load_parameters
-from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.pretrained.meta_model import meta_model
 from loading import localize, peak_of
 directory, tiny, rank, ranks, dtype = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), getattr(torch, sys.argv[5])
 def work(directory):
@@ -107,7 +107,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_autotp.building.deferred import deferred_init
-from lightning_autotp.building.pretrained import meta_model
+from lightning_autotp.pretrained.meta_model import meta_model
 def state():
     classes = [nn.Parameter, nn.Module, nn.Linear, torch.Tensor, PreTrainedModel, LlamaForCausalLM]
     return [dict(vars(owner)) for owner in (*classes, torch, nn.init)]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import ExampleCall, capture, capture_local, language_model_inputs, meta_copy
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.pretrained.meta_model import meta_model
 from lightning_autotp.proving.autocast import used_in
 from lightning_autotp.proving.compare import compare
 from lightning_autotp.proving.feasible import feasible_plan

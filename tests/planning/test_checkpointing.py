@@ -11,12 +11,12 @@ import torch
 from tiny import tiny_model, token_batch
 
 from lightning_autotp import make_plan
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units
 from lightning_autotp.planning.checkpointing import KeptActivations, choose, fitting_plan, memory_of
 from lightning_autotp.planning.estimate import memory
 from lightning_autotp.planning.rehearsal import RehearsalError, local_model, rehearse
+from lightning_autotp.pretrained.meta_model import meta_model
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 

@@ -14,8 +14,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
 from lightning_autotp import cli, meta_model, recommend
-from lightning_autotp.building.formats import QuantizationError
-from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.planning.asked import model_of
@@ -25,6 +23,8 @@ from lightning_autotp.planning.meter import Work
 from lightning_autotp.planning.recommend import Recommendation
 from lightning_autotp.planning.rehearsal import Precision, Rehearsal, local_model, one_row, rehearse, with_adapters
 from lightning_autotp.planning.report import model_lines, reasons, table
+from lightning_autotp.quantized.formats import QuantizationError
+from lightning_autotp.quantized.noted import format_of
 
 pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao.quantization")

@@ -450,6 +450,6 @@ def test_modules_that_hold_something_else_are_not_alike(make: Callable[[int], An
     for block in model.blocks:
         block.held = 3  # type: ignore[assignment]
     one, other, *_ = model.blocks
-    assert Places(model, frozenset()).twins(one, other) is not None
+    assert Places(model, frozenset()).counterparts(one, other) is not None
     one.held, other.held = make(1), make(2)  # type: ignore[assignment]
-    assert Places(model, frozenset()).twins(one, other) is None
+    assert Places(model, frozenset()).counterparts(one, other) is None

@@ -710,21 +710,21 @@ def _(grouped: Any) -> None:
     """Norms and clipping look for it in their module, before they do anything with gradients."""
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.tensor([3.0, 4.0])
-    home = import_module("torch.nn.utils.clip_grad")
+    clipping = import_module("torch.nn.utils.clip_grad")
     seen: list[Tensor] = []
 
     def noted(tensors: Any, *args: Any) -> Any:
         seen.append(tensors[0][0].clone())
         return grouped(tensors, *args)
 
-    home._group_tensors_by_device_and_dtype = noted
+    clipping._group_tensors_by_device_and_dtype = noted
     try:
         torch.nn.utils.get_total_norm([parameter.grad])
         assert torch.equal(seen[0], parameter.grad)
         torch.nn.utils.clip_grad_norm_([parameter], 1.0, foreach=False)
         torch.nn.utils.clip_grads_with_norm_([parameter], 1.0, torch.tensor(5.0))
     finally:
-        home._group_tensors_by_device_and_dtype = grouped
+        clipping._group_tensors_by_device_and_dtype = grouped
     assert [len(seen), *map(int, seen[1])] == [4, 3, 4]
 
 

@@ -85,7 +85,7 @@ def _(load: Any) -> None:
     import dataclasses
 
     model, [(*_, config, _)] = loaded()
-    twin, asked = copy.deepcopy(model), []
+    copied, asked = copy.deepcopy(model), []
 
     class Unread:
         def __init__(self, tensor: Tensor) -> None:
@@ -100,10 +100,10 @@ def _(load: Any) -> None:
 
     state = {name: Unread(value) for name, value in model.state_dict().items() if name != "lm_head.weight"}
     settings = dataclasses.replace(config, device_map={"": "meta"})
-    info, _ = load(model=twin, state_dict=state, load_config=settings)
+    info, _ = load(model=copied, state_dict=state, load_config=settings)
     assert len(asked) == len(state)
     assert info.mismatched_keys == set()
-    assert {name for name, value in twin.named_parameters() if value.is_meta} == set(state)
+    assert {name for name, value in copied.named_parameters() if value.is_meta} == set(state)
 
 
 @canary("transformers.PreTrainedModel._weight_conversions", "transformers.core_model_loading.revert_weight_conversion")
@@ -114,9 +114,9 @@ def _(_: Any) -> None:
     model, _ = loaded()
     assert model._weight_conversions is not None
     assert getattr(tiny(), "_weight_conversions", None) is None
-    twin = copy.deepcopy(model)
-    twin._weight_conversions = [WeightRenaming("before", "norm")]
-    assert set(revert_weight_conversion(twin, {"norm.weight": torch.ones(1)})) == {"before.weight"}
+    copied = copy.deepcopy(model)
+    copied._weight_conversions = [WeightRenaming("before", "norm")]
+    assert set(revert_weight_conversion(copied, {"norm.weight": torch.ones(1)})) == {"before.weight"}
 
 
 @canary("transformers.conversion_mapping.get_model_conversion_mapping")

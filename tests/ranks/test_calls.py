@@ -20,7 +20,7 @@ from lightning_autotp.layouts.places import CallPoint, CallSite
 from lightning_autotp.layouts.types import Invariant, Partial, Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.solving.call_points import open_calls
-from lightning_autotp.solving.repeated_modules import twins
+from lightning_autotp.solving.repeated_modules import repeated_tensors
 from lightning_autotp.solving.solution import Solution
 
 
@@ -176,9 +176,9 @@ def test_constants_of_heads_are_cut_where_they_are_used() -> None:
 
 def test_every_run_of_a_module_is_laid_out_alike() -> None:
     solution = planned()
-    pairs = list(twins(solution.graph))
+    pairs = list(repeated_tensors(solution.graph))
     assert any(solution.layouts[tensor] != Invariant() for _, tensor in pairs if tensor in solution.layouts)
-    assert all(solution.layouts.get(twin) == solution.layouts.get(tensor) for twin, tensor in pairs)
+    assert all(solution.layouts.get(later) == solution.layouts.get(tensor) for later, tensor in pairs)
 
 
 @pytest.mark.parametrize("has_layer", [True, False])

@@ -28,7 +28,7 @@ from lightning_autotp.capture.capture import (
     meta_copy,
 )
 from lightning_autotp.capture.kept_outside import KeptOutside
-from lightning_autotp.capture.made_up_draws import HIGH, LOW
+from lightning_autotp.capture.synthetic_draws import HIGH, LOW
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import OPAQUE
@@ -82,7 +82,7 @@ class Skipping(nn.Module):
         return result
 
 
-def test_random_numbers_are_made_up_and_both_ways_traced() -> None:
+def test_random_numbers_are_synthetic_and_both_ways_traced() -> None:
     graphs = []
     for seed in (0, 1):
         model = Skipping()
@@ -174,7 +174,7 @@ def test_sizes_collide_with_none_of_the_models() -> None:
         ({"num_labels": 2, "problem_type": "regression"}, 2, torch.float32),
     ],
 )
-def test_labels_are_made_up_as_the_config_says(changes: dict[str, Any], shape: int, dtype: torch.dtype) -> None:
+def test_synthetic_labels_are_as_the_config_says(changes: dict[str, Any], shape: int, dtype: torch.dtype) -> None:
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(tiny_config("llama", num_hidden_layers=1, **changes))
     labels = language_model_inputs(model)["labels"]
@@ -728,9 +728,9 @@ def test_until_failure_shows_how_far_it_came() -> None:
 
 def test_meta_copy_copies_no_values() -> None:
     model = tiny_model("gemma2")
-    twin = meta_copy(model)
-    assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
-    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    copied = meta_copy(model)
+    assert all(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers()))
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
 
 
 def test_code_that_goes_on_under_another_caller_is_looked_at_with_it() -> None:

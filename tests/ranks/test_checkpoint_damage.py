@@ -29,11 +29,11 @@ from lightning_autotp.building.checkpoint_reading import (
     inside,
     read_headers,
 )
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.checkpoints.files import META, consolidate, open_checkpoint, save_directory, save_file
 from lightning_autotp.checkpoints.stored import TORCHS_TABLE, HeldTensor, StoredTensor
 from lightning_autotp.cli import main
 from lightning_autotp.layouts.blocks import Block, whole_box
+from lightning_autotp.pretrained.meta_model import meta_model
 
 FLIPS = 200
 """One-bit changes of each file."""

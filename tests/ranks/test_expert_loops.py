@@ -204,7 +204,7 @@ class Sliced(Mixture):
 
 
 class Crowded(Mixture):
-    """With code for experts that many tokens choose, which made-up choices do not reach."""
+    """With code for experts that many tokens choose, which synthetic choices do not reach."""
 
     def mixed(self, hidden: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         if (index == 0).sum() > 0.9 * len(hidden):
@@ -444,14 +444,14 @@ def test_all_experts_are_divided_and_summed_once(mixture: type[Mixture]) -> None
     assert summed_inside == (mixture in (Joined, Sliced))  # parts of a sum are not copied into another tensor
 
 
-def test_experts_that_made_up_choices_do_not_reach_stay_whole() -> None:
+def test_experts_that_synthetic_choices_do_not_reach_stay_whole() -> None:
     """With one token and two choices, two experts of four are not seen."""
     with torch.device("meta"):
         model = Net(Mixture)
     plan, _ = make_plan(model, 2, example_inputs=torch.zeros(1, 1, HIDDEN))
     assert set(plan.opaque) >= {"layers.0", "layers.1"}
     reasons = {parameter.names[0]: str(parameter.reason) for parameter in plan.parameters}
-    assert "with made-up choices its code does not use layers.0.experts.2" in reasons["layers.0.experts.0.up.weight"]
+    assert "with synthetic choices its code does not use layers.0.experts.2" in reasons["layers.0.experts.0.up.weight"]
 
 
 def test_types_that_fit() -> None:
@@ -501,7 +501,7 @@ class WithPictures(nn.Module):
         return self.down(self.up(x).relu())
 
 
-def test_a_mask_as_large_as_an_activation_is_no_made_up_value() -> None:
+def test_a_mask_as_large_as_an_activation_is_no_synthetic_value() -> None:
     ids = torch.tensor([[3, 1, 3, 4], [3, 5, 6, 3]])
     plan, solution = make_plan(WithPictures(), 2, example_inputs={"ids": ids, "pictures": torch.randn(4, 8)})
     assert not solution.graph.value_reading

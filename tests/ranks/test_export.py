@@ -46,11 +46,11 @@ from transformers.core_model_loading import GroupWeightRename, Transpose, Weight
 
 from lightning_autotp import save_pretrained
 from lightning_autotp.building.checkpoint_reading import DamagedFileError, MissingFileError
-from lightning_autotp.checkpoints import export
 from lightning_autotp.checkpoints.checksums import CHECKSUMS, check_files
 from lightning_autotp.checkpoints.files import alone
-from lightning_autotp.checkpoints.reversal import plan_export, skeleton
-from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
+from lightning_autotp.export import from_model
+from lightning_autotp.export.reversal import plan_export, skeleton
+from lightning_autotp.export.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
 from lightning_autotp.parameters import gathering
@@ -317,14 +317,14 @@ def two_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
     dist.barrier()
     seen["kept"] = contents(directory / "again") == before
     if rank == 0:  # an export that was killed
-        (directory / "again" / export._STAGING).mkdir()
-        (directory / "again" / export._STAGING / "model-00001-of-00009.safetensors").write_text("half")
+        (directory / "again" / from_model._STAGING).mkdir()
+        (directory / "again" / from_model._STAGING / "model-00001-of-00009.safetensors").write_text("half")
     dist.barrier()
     save_pretrained(model, directory / "again", max_shard_size="90KB")
     dist.barrier()
     seen["restored"] = contents(directory / "again") == before
 
-    with alone(directory, directory / "again" / export._LOCK) if rank == 0 else nullcontext():
+    with alone(directory, directory / "again" / from_model._LOCK) if rank == 0 else nullcontext():
         seen["busy"] = message(save_pretrained, model, directory / "again")
     dist.barrier()
     seen["untouched"] = contents(directory / "again") == before

@@ -32,7 +32,7 @@ from lightning_autotp.layouts import buckets
 from lightning_autotp.layouts.types import Invariant, Replicate
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.private.distributed_private import default_store
-from lightning_autotp.ranks import meeting
+from lightning_autotp.ranks import store_barrier
 from lightning_autotp.ranks.group import TPGroup
 
 Found = dict[str, Tensor]
@@ -395,7 +395,7 @@ def misreading(rank: int, size: int) -> dict[str, str]:
         reads("taken away", model, gradient)
         model(1.0, rank).backward()
     default_store().set_timeout(timedelta(seconds=1))
-    with mock.patch.object(meeting, "PATIENCE", 0.2):
+    with mock.patch.object(store_barrier, "PATIENCE", 0.2):
         if rank == 0:
             reads("on one rank", model)
     default_store().set_timeout(timedelta(seconds=PATIENCE))

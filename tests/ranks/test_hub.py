@@ -22,9 +22,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import hub as of_transformers
 
-from lightning_autotp.building.hub import cached_files_once
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.loading.parameters import load_parameters
+from lightning_autotp.pretrained.hub import cached_files_once
+from lightning_autotp.pretrained.meta_model import meta_model
 from lightning_autotp.ranks.agreement import PeerError
 from lightning_autotp.ranks.peers import Peer
 

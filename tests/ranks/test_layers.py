@@ -366,12 +366,12 @@ def test_tied_parameters_cannot_have_two_layouts() -> None:
 
 def test_a_converted_subclass_can_be_copied_and_pickled() -> None:
     layer = VocabParallelEmbedding.convert(ScaledEmbedding(7, 6, scale=2.0), SEVEN, GROUP)
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert type(twin) is type(layer)
-        assert twin.scale == 2.0
-        assert twin.ownership == SEVEN
-        assert torch.equal(twin.weight, layer.weight)
-        assert twin.weight is not layer.weight
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(copied) is type(layer)
+        assert copied.scale == 2.0
+        assert copied.ownership == SEVEN
+        assert torch.equal(copied.weight, layer.weight)
+        assert copied.weight is not layer.weight
 
 
 def test_what_cannot_be_made_parallel_is_said() -> None:

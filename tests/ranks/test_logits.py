@@ -82,7 +82,7 @@ STAY: dict[str, Function] = {
     "squeeze a dim": lambda x: x[:, :1].squeeze(1),
     "squeeze nothing": lambda x: x.squeeze(-1),
 }
-for home, names, operands in (
+for space, names, operands in (
     (torch, UNARY, ()),
     (Tensor, UNARY, ()),
     (F, ["relu", "silu", "gelu"], ()),
@@ -90,8 +90,8 @@ for home, names, operands in (
     (Tensor, [*BINARY, *OPERATORS], (2.0,)),
 ):
     for name in names:
-        if hasattr(home, name):
-            STAY[f"{home.__name__}.{name}"] = lambda x, f=getattr(home, name), rest=operands: f(x, *rest)  # noqa: B008
+        if hasattr(space, name):
+            STAY[f"{space.__name__}.{name}"] = lambda x, f=getattr(space, name), rest=operands: f(x, *rest)  # noqa: B008
 
 STAY |= {
     "log_softmax": lambda x: x.log_softmax(-1),

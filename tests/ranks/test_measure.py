@@ -19,7 +19,7 @@ from lightning_autotp.planning.measure import measure
 LATENCY, LINK, PASSES = 1e-3, 2e9, 1.5
 
 
-def figures_of_made_up_times(rank: int, size: int) -> tuple[dict[str, float], set[str]]:
+def figures_of_synthetic_times(rank: int, size: int) -> tuple[dict[str, float], set[str]]:
     timed: list[tuple[str, int]] = []
 
     def noted(name: str) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def figures_of_made_up_times(rank: int, size: int) -> tuple[dict[str, float], se
 
 
 def test_links_are_what_gathers_and_scatters_reach_and_an_all_reduce_takes_so_many_passes() -> None:
-    for figures, timed in run_ranks(figures_of_made_up_times, 3):
+    for figures, timed in run_ranks(figures_of_synthetic_times, 3):
         assert timed == {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "other"}
         assert figures["latency"] == LATENCY
         assert figures["link_bandwidth"] == pytest.approx(LINK, rel=1e-4)

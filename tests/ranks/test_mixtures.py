@@ -27,13 +27,13 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from lightning_autotp import parallelize
 from lightning_autotp.building.checkpoint_reading import CheckpointError
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.checkpoints.checksums import CHECKSUMS
-from lightning_autotp.checkpoints.export import save_pretrained
+from lightning_autotp.export.from_model import save_pretrained
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
 from lightning_autotp.loading.parameters import load_parameters
+from lightning_autotp.pretrained.meta_model import meta_model
 from lightning_autotp.ranks.group import TPGroup
 
 UNTIED = "llama"

@@ -26,7 +26,7 @@ from lightning_autotp.private.distributed_private import default_store
 from lightning_autotp.proving import new_calls
 from lightning_autotp.proving.call_kinds import Arguments
 from lightning_autotp.proving.continued import Begun, BegunCalls
-from lightning_autotp.ranks import meeting
+from lightning_autotp.ranks import store_barrier
 
 
 def encoder_decoder(family: str) -> PreTrainedModel:
@@ -335,7 +335,7 @@ def alone(rank: int, model: nn.Module, *given: Any, has_ended: bool = False) -> 
         store.set("process/1", json.dumps({**json.loads(announced), "started": 0.0}))
     else:
         store.set_timeout(timedelta(seconds=2))
-    with mock.patch.object(meeting, "PATIENCE", 0.2), pytest.raises(RuntimeError) as raised:
+    with mock.patch.object(store_barrier, "PATIENCE", 0.2), pytest.raises(RuntimeError) as raised:
         model(*given)
     store.set("process/1", announced)
     store.set_timeout(timedelta(seconds=PATIENCE))

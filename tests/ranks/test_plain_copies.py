@@ -23,12 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_autotp import full_gradients, full_state_dict, parallelize, pipeline
 from lightning_autotp.building.deferred import deferred_init
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_again
 from lightning_autotp.guard.checked import UnsoundUse, checked
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parameters.local_blocks import is_cut
+from lightning_autotp.pretrained.meta_model import meta_model
 from lightning_autotp.private.distributed_private import is_gathered_ahead
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions

@@ -63,7 +63,7 @@ def hessian_vector_product(family: str) -> tuple[float, dict[str, Tensor]]:
 
 
 def local_products(rank: int, size: int, families: tuple[str, ...]) -> dict[str, tuple[float, dict[str, Tensor]]]:
-    """The same of a parallel model: the parts of gradients answer for the whole ones."""
+    """The same of a parallel model: the parts of gradients represent the whole ones."""
     found = {}
     for family in families:
         model = model_of(family)

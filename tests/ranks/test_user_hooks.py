@@ -217,9 +217,9 @@ def each_module_alone(model: Any, reference: Any) -> None:
 
 def layer_alone(model: Any, reference: Any) -> None:
     """A layer that is cut, called in other ways: a hook of the user's on it, with other dims, in the watch."""
-    layer, twin = (each.model.layers[0].mlp.up_proj for each in (model, reference))
+    layer, whole = (each.model.layers[0].mlp.up_proj for each in (model, reference))
     x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(3))
-    wanted = twin(x)
+    wanted = whole(x)
     seen: list[Tensor] = []
     for _ in range(2):  # that it was called so before leaves nothing in the way
         torch.testing.assert_close(layer(x), wanted)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_autotp import AutoTPFabricStrategy, AutoTPStrategy, export_checkpoint, save_pretrained
-from lightning_autotp.checkpoints.adapters import save_adapter
+from lightning_autotp.export.adapters import save_adapter
 from lightning_autotp.lightning.averaging import EMAWeightAveraging
 
 ALONE = "auto"
@@ -353,7 +353,7 @@ def strategy_of(combination: Combination, data: list[list[dict[str, Any]]]) -> A
     if combination.driver == "trainer":
         return AutoTPStrategy(*sizes, **options)
     if combination.adapter != "none" or combination.group not in ("causal", "masked", "token", "sequence"):
-        # No batch can be made up.
+        # There is no synthetic batch for it.
         options["example_inputs"] = data[0][0]
     return AutoTPFabricStrategy(*sizes, **options)
 

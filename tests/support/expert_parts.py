@@ -15,10 +15,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
 from lightning_autotp.loading.parameters import load_parameters
+from lightning_autotp.pretrained.meta_model import meta_model
 
 DEQUANTIZED: dict[str, dict[str, Any]] = {
     "gpt_oss mxfp4": {"quantization_config": Mxfp4Config(dequantize=True)},

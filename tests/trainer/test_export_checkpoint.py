@@ -42,9 +42,9 @@ from lightning_autotp.building.checkpoint_reading import (
     MismatchError,
     MissingFileError,
 )
-from lightning_autotp.checkpoints import export
-from lightning_autotp.checkpoints.export import describe_models
 from lightning_autotp.cli import main
+from lightning_autotp.export import from_model
+from lightning_autotp.export.from_model import describe_models
 
 
 class Two(Task):
@@ -84,7 +84,7 @@ def large_checkpoint(rank: int, world_size: int, root: str) -> tuple[int, int, i
     model = LlamaForCausalLM(tiny_config_of(8192))
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     moments = {"state": {0: {"exp_avg": torch.randn(8192, 4096)}}, "param_groups": []}
-    checkpoint = {"state_dict": state, "optimizer_states": [moments], export.ENTRY: describe_models(Holder(model))}
+    checkpoint = {"state_dict": state, "optimizer_states": [moments], from_model.ENTRY: describe_models(Holder(model))}
     torch.save(checkpoint, Path(root) / "large.ckpt")
     sizes = [value.nbytes for value in model.parameters()]
     del model, state, checkpoint, moments
@@ -139,7 +139,7 @@ def test_experts_in_a_checkpoint_are_split_again(tmp_path: Path, loaded: bool) -
         model = MixtralForCausalLM.from_pretrained(tmp_path / "source")
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     assert any(value.dim() == 3 for value in state.values())
-    torch.save({"state_dict": state, export.ENTRY: describe_models(Holder(model))}, tmp_path / "c.ckpt")
+    torch.save({"state_dict": state, from_model.ENTRY: describe_models(Holder(model))}, tmp_path / "c.ckpt")
     export_checkpoint(tmp_path / "c.ckpt", tmp_path / "ours", max_shard_size="20KB")
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert_same_files(tmp_path / "ours", tmp_path / "theirs")
@@ -204,7 +204,7 @@ def rewritten(source: Path, target: Path, change: Callable[[dict[str, Any]], Any
 
 def test_a_checkpoint_of_another_strategy(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def plain(checkpoint: dict[str, Any]) -> None:
-        del checkpoint[export.ENTRY]
+        del checkpoint[from_model.ENTRY]
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {f"net.inner.{name.removeprefix('model.')}": state[name] for name in state}
 
@@ -233,7 +233,7 @@ def test_tied_weights_that_are_stored_once(tmp_path: Path) -> None:
         ("other", "model.model.embed_tokens.weight"),
     ):
         kept = {key: value for key, value in state.items() if key != dropped}
-        torch.save({"state_dict": kept, export.ENTRY: entry}, tmp_path / f"{name}.ckpt")
+        torch.save({"state_dict": kept, from_model.ENTRY: entry}, tmp_path / f"{name}.ckpt")
         export_checkpoint(tmp_path / f"{name}.ckpt", tmp_path / name)
     model.save_pretrained(tmp_path / "theirs")
     for name in ("both", "one", "other"):
@@ -290,7 +290,7 @@ def test_checkpoints_that_cannot_be_exported(saved: Path, tmp_path: Path, monkey
         export_checkpoint(saved / "two.ckpt", out, prefix="student")
 
     def other_class(checkpoint: dict[str, Any]) -> None:
-        checkpoint[export.ENTRY]["models"]["model"]["class"] = "os.system"
+        checkpoint[from_model.ENTRY]["models"]["model"]["class"] = "os.system"
 
     with pytest.raises(ValueError, match=r"is of a os\.system, which transformers .* does not have"):
         export_checkpoint(rewritten(good, tmp_path / "class.ckpt", other_class), out)

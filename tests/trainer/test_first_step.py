@@ -283,7 +283,7 @@ def distilled(module: Any, batch: Any) -> Tensor:
 
 
 def penalized(module: Any, batch: Any) -> Tensor:
-    """Each critic is first called where a gradient is taken, of what was read and of what is half made up."""
+    """Each critic is first called where a gradient is taken, of what was read and of what is half synthetic."""
     read = batch[0].flatten(1).requires_grad_()
     (slope,) = torch.autograd.grad(module.first(read).sum(), read, create_graph=True)
     loss: Tensor = slope.square().sum(1).mean() - module.first(read).mean()
@@ -322,7 +322,7 @@ STEPS: dict[str, tuple[Any, Any, Any, str]] = {
         lambda: {"generator": layers(8, 32, 48), "first": layers(48, 32, 1), "second": layers(48, 32, 1)}, penalized,
         "pictures", "the call of the first training step",
     ),
-    "talks first": (llama, talks_first, "sentences", "a made-up batch (training_step, run ahead of time, raised"),
+    "talks first": (llama, talks_first, "sentences", "a synthetic batch (training_step, run ahead of time, raised"),
     "needs more": (llama, needs_more, "sentences", "its batch cut to a few short sentences"),
 }  # fmt: skip
 

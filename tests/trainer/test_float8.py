@@ -27,13 +27,13 @@ from lightning_autotp import (
     make_plan,
     parallelize,
 )
-from lightning_autotp.building.float8 import float8_of, note_float8
-from lightning_autotp.building.formats import QuantizationError
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Partial, Replicate, Shard
 from lightning_autotp.parallel import float8
 from lightning_autotp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_autotp.proving.verify import verify
+from lightning_autotp.quantized.float8 import float8_of, note_float8
+from lightning_autotp.quantized.formats import QuantizationError
 from lightning_autotp.ranks.group import TPGroup
 
 torchao = pytest.importorskip("torchao.float8")

@@ -20,7 +20,7 @@ from training import assert_parity, blocks, error_of, tiny_config, trainer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_autotp import AutoTPStrategy, full_state_dict, make_plan, meta_model
-from lightning_autotp.checkpoints.adapters import find_adapted, save_adapter
+from lightning_autotp.export.adapters import find_adapted, save_adapter
 
 
 @pytest.fixture(scope="module")

@@ -37,17 +37,17 @@ from lightning_autotp import (
     save_pretrained,
 )
 from lightning_autotp.building.checkpoint_reading import CheckpointTensor
-from lightning_autotp.building.formats import QuantizationError
-from lightning_autotp.building.quantization import format_of
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
 from lightning_autotp.loading.parameters import load_parameters
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
-from lightning_autotp.parameters.quantized_weight import QuantizedWeight
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace
+from lightning_autotp.quantized.formats import QuantizationError
+from lightning_autotp.quantized.noted import format_of
+from lightning_autotp.quantized.weight import QuantizedWeight
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao.quantization")

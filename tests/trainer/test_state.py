@@ -41,10 +41,10 @@ from lightning_autotp.checkpoints.state import (
 from lightning_autotp.gradients.norms import clip_gradients_norm, gradient_norm
 from lightning_autotp.gradients.sums import synchronize_gradients
 from lightning_autotp.guard.gathered import GatheredForCall
+from lightning_autotp.guard.on_parts import check_optimizer
 from lightning_autotp.guard.standalone import ForwardDepth, StandaloneCall
 from lightning_autotp.guard.user_hooks import UserHooks
 from lightning_autotp.layouts.types import Invariant, Replicate
-from lightning_autotp.optimizers.on_parts import check_optimizer
 from lightning_autotp.parameters.state import ParallelState, ParameterTable, parallel_state
 from lightning_autotp.ranks.group import TPGroup
 
@@ -361,7 +361,7 @@ def test_what_was_done_is_said_once(two: list[dict[str, Any]]) -> None:
     assert [line.split()[1] for line in phases] == ["tracing", "choosing", "proving"]
     assert re.fullmatch(
         r"lightning_autotp: planned Qwen3ForCausalLM for 2 tensor-parallel ranks, and proved that together they compute"
-        r" what the original model does, in \d+\.\d s, traced with a made-up batch, as on cpu",
+        r" what the original model does, in \d+\.\d s, traced with a synthetic batch, as on cpu",
         planned,
     )
     assert re.match(

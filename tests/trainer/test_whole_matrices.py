@@ -18,10 +18,10 @@ from training import SavesAfter, Task, assert_parity, error_of, fit
 from transformers import Adafactor, AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from lightning_autotp import AutoTPStrategy, WholeMatrixOptimizer
+from lightning_autotp.guard.on_parts import check_optimizer
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Invariant, Layout, Shard
-from lightning_autotp.optimizers.homes import Spread, balanced
-from lightning_autotp.optimizers.on_parts import check_optimizer
+from lightning_autotp.whole_matrices.transfers import Sharding, balanced
 
 STEPS = 4
 HALF = 2
@@ -37,7 +37,7 @@ class Whole(Task):
     Args:
         model: "llama", with tied embeddings and a frozen norm, or "phi3", with fused projections.
         heads: of queries, and of keys and values.
-        kind: the optimizer; "failing" for one that fails where the first matrix is at home.
+        kind: the optimizer; "failing" for one that fails on the rank that the first matrix is assigned to.
         wrapped: whether in a :class:`WholeMatrixOptimizer`.
     """
 
@@ -196,7 +196,7 @@ def test_a_checkpoint_directory_goes_on(ran: Ran) -> None:
         assert_parity(seen["Adafactor from a directory"], ran.resumed["Adafactor"])
 
 
-def test_a_failure_at_one_home_reaches_every_rank(ran: Ran) -> None:
+def test_a_failure_on_one_assigned_rank_reaches_every_rank(ran: Ran) -> None:
     errors = [seen["failing"] for seen in ran.seen]
     assert sum(error.startswith("ArithmeticError: no square root") for error in errors) == 1
     others = [error for error in errors if not error.startswith("ArithmeticError")]
@@ -263,8 +263,8 @@ def test_what_steps_tensors_by_themselves_is_accepted(kind: Any) -> None:
     parameters = [parameter(6, 8), parameter(6, 8, dims=(1,)), parameter(6, 9, dims=())]
     optimizer = whole_of(kind, *parameters)
     check_optimizer(optimizer, nn.Identity())
-    # 96 elements each, whole, and 54: the first is at home here, the second on the other rank.
-    assert [optimizer.is_home(p) for p in parameters] == [True, False, True]
+    # 96 elements each, whole, and 54: the first is assigned to this rank, the second to the other one.
+    assert [optimizer.is_assigned_here(p) for p in parameters] == [True, False, True]
     assert set(kind([nn.Parameter(torch.ones(2, 2))]).param_groups[0]) == set(optimizer.param_groups[0])
 
 
@@ -315,14 +315,14 @@ def test_without_a_parallel_model_it_is_the_optimizer_itself() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_homes_are_balanced(ranks: int) -> None:
+def test_assigned_ranks_are_balanced(ranks: int) -> None:
     costs = [1 + 37 * number % 101 for number in range(50)]
     loads = [0] * ranks
-    homes = balanced(costs, loads)
-    assert loads == [sum(c for c, home in zip(costs, homes, strict=True) if home == rank) for rank in range(ranks)]
+    assigned = balanced(costs, loads)
+    assert loads == [sum(c for c, where in zip(costs, assigned, strict=True) if where == rank) for rank in range(ranks)]
     assert max(loads) - min(loads) <= 10
-    (home,) = balanced([5000], loads)  # what comes later goes on from there
-    assert set(balanced([5] * 20, loads)) == (set(range(ranks)) - {home} or {home})
+    (first,) = balanced([5000], loads)  # what comes later adds to that
+    assert set(balanced([5] * 20, loads)) == (set(range(ranks)) - {first} or {first})
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -336,20 +336,20 @@ LAYOUTS: dict[str, Layout] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_element_is_sent_once(name: str) -> None:
     layout = LAYOUTS[name]
-    for home in range(3):
-        spread = Spread.of_layout((7, 5), layout, 3)
+    for assigned in range(3):
+        sharding = Sharding.of_layout((7, 5), layout, 3)
         sent = torch.zeros(7, 5)
-        for rank, blocks in enumerate(spread.blocks):
-            for block in spread.outgoing(rank, home):
+        for rank, blocks in enumerate(sharding.blocks):
+            for block in sharding.outgoing(rank, assigned):
                 sent[tuple(itertools.starmap(slice, block.original))] += 1
-                assert rank == home or home not in block.ranks
-            assert sum(block.elements for block in blocks) == sum(block.elements for block in spread.held(rank))
+                assert rank == assigned or assigned not in block.ranks
+            assert sum(block.elements for block in blocks) == sum(block.elements for block in sharding.held(rank))
         owned = torch.zeros(7, 5)
-        for block in itertools.chain(*spread.blocks):
+        for block in itertools.chain(*sharding.blocks):
             owned[tuple(itertools.starmap(slice, block.original))] = 1
         assert torch.equal(sent, owned)
 
 
 def test_rows_of_fsdp() -> None:
-    spread = Spread.of_rows((5, 2), 4)
-    assert [sum(block.elements for block in blocks) for blocks in spread.blocks] == [4, 4, 2, 0]
+    sharding = Sharding.of_rows((5, 2), 4)
+    assert [sum(block.elements for block in blocks) for blocks in sharding.blocks] == [4, 4, 2, 0]

@@ -19,10 +19,10 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 
 from lightning_autotp.building import weight_conversion as conversion
 from lightning_autotp.building.deferred import deferred_init
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.weight_conversion import RecipeReader, same_values
 from lightning_autotp.loading.parameters import load_parameters
+from lightning_autotp.pretrained.meta_model import meta_model
 
 Box = tuple[tuple[int, int], ...]
 

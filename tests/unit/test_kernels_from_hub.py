@@ -22,13 +22,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama import modeling_llama
 
 from lightning_autotp import make_plan
-from lightning_autotp.building.pretrained import meta_model as without_weights
 from lightning_autotp.capture.capture import CaptureError
 from lightning_autotp.capture.fingerprint import fingerprint
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.operators import count_flops
 from lightning_autotp.operators.declared import declarable_name, targets
 from lightning_autotp.operators.graph import KERNEL_LINEAR_LOSS
+from lightning_autotp.pretrained.meta_model import meta_model as without_weights
 
 NORM = "kernels-community/liger-kernels:LigerRMSNormFunction"
 

@@ -26,11 +26,11 @@ from lightning_autotp.building.checkpoint_reading import (
     read_headers,
 )
 from lightning_autotp.building.deferred import deferred_init
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.layouts.ownership import Ownership, merge_runs
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.loading.parameters import check_checkpoint, load_parameters
 from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.pretrained.meta_model import meta_model
 
 
 class Tied(nn.Module):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Adafactor
 
-from lightning_autotp.optimizers import on_parts as optimizers
-from lightning_autotp.optimizers.on_parts import check_optimizer
+from lightning_autotp.guard import on_parts as optimizers
+from lightning_autotp.guard.on_parts import check_optimizer
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -37,9 +37,9 @@ from lightning_autotp.building.checkpoint_reading import (
     MismatchError,
     MissingFileError,
 )
-from lightning_autotp.building.pretrained import meta_model
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.loading.parameters import load_parameters
+from lightning_autotp.pretrained.meta_model import meta_model
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ ORDER = [
     "layouts",
     "ranks",
     "building",
+    "quantized",
+    "pretrained",
     "parameters",
     "operators",
     "capture",
@@ -32,10 +34,12 @@ ORDER = [
     "proving",
     "gradients",
     "optimizers",
+    "whole_matrices",
     "loading",
     "data",
     "guard",
     "checkpoints",
+    "export",
     "start_report",
     "pipeline",
     "planning",
@@ -169,7 +173,7 @@ def test_lightning_is_known_in_one_folder() -> None:
     assert users == {"lightning"}
 
 
-@pytest.mark.parametrize("name", ["checkpoints.reversal", "checkpoints.safetensors_writer"])
+@pytest.mark.parametrize("name", ["export.reversal", "export.safetensors_writer"])
 def test_exports_are_planned_and_written_without_processes(name: str) -> None:
     module = f"lightning_autotp.{name}"
     reached = {*imported(module), module}

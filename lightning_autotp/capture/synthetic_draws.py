@@ -1,7 +1,7 @@
 """Random numbers that code draws in Python while it is traced, and what they decide.
 
 Code that skips a layer at random (``if self.training and torch.rand(1).item() < p: continue``) goes another way in each
-call. So that traces of one call are alike, the numbers that it gets are made up: the highest ones that its generators
+call. So that traces of one call are alike, the numbers that it gets are synthetic: the highest ones that its generators
 give, with which most code runs all of its layers, the lowest ones, or those of a seed. Modules whose code does
 something else with the highest numbers than with the lowest ones go where random numbers say: then one trace runs the
 model with both. The user's own random state is left as it was.
@@ -34,7 +34,7 @@ _DRAWN, _LARGE = 256, 1024
 
 
 @contextmanager
-def made_up(draws: int) -> Iterator[None]:
+def synthetic_draws(draws: int) -> Iterator[None]:
     """What code draws inside, on the CPU, follows from this number alone; afterwards all generators are as before.
 
     Of torch's generator that is a seed in any case: see :func:`extreme`.
@@ -78,7 +78,7 @@ def extreme(draws: int, draw: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 
 def led_by_draws(one: Graph, other: Graph) -> tuple[set[str], set[str]]:
-    """What differs between two traces of a call with made-up numbers.
+    """What differs between two traces of a call with synthetic numbers.
 
     Returns:
         The modules whose own code goes another way: other lines, or other modules. And those in whose code integers are

@@ -29,23 +29,23 @@ from lightning_autotp.building.checkpoint_reading import (
     read_headers,
 )
 from lightning_autotp.building.deferred import deferred_init
-from lightning_autotp.building.formats import Format, QuantizationError
-from lightning_autotp.building.hub import cached_files_once
-from lightning_autotp.building.quantization import (
-    LIBRARIES,
-    Rounding,
-    formats_asked_for,
-    note_formats,
-    translated_errors,
-)
-from lightning_autotp.building.quantized_files import KeptWeights
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import same_values
+from lightning_autotp.pretrained.hub import cached_files_once
 from lightning_autotp.private.torch_private import replaced
 from lightning_autotp.private.transformers_private import (
     PreTrainedModel,
     convert_and_load_state_dict_in_model,
     with_loading_step,
+)
+from lightning_autotp.quantized.files import KeptWeights
+from lightning_autotp.quantized.formats import Format, QuantizationError
+from lightning_autotp.quantized.noted import (
+    LIBRARIES,
+    Rounding,
+    formats_asked_for,
+    note_formats,
+    translated_errors,
 )
 
 _log = logging.getLogger(__name__)
@@ -67,12 +67,12 @@ def meta_model() -> Iterator[None]:
     reads its part of the quantized numbers.
 
     In a process group, files from the Hub are fetched by one process of each machine, as
-    :func:`~lightning_autotp.building.hub.cached_files_once` has it.
+    :func:`~lightning_autotp.pretrained.hub.cached_files_once` has it.
 
     Raises:
         FetchError: from ``from_pretrained``, if files cannot be fetched from the Hub.
         CheckpointError: from ``from_pretrained``, if a file is missing or damaged or does not fit the configuration, or
-            if the weights would stay quantized; a :class:`~lightning_autotp.building.formats.QuantizationError` if
+            if the weights would stay quantized; a :class:`~lightning_autotp.quantized.formats.QuantizationError` if
             they cannot be quantized part by part.
         ValueError: from ``from_pretrained(use_kernels=True)``, with what to write instead.
     """

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autotp.building.formats import Format, QuantizationError
 from lightning_autotp.private.torch_private import TO, schema_of, tree_map_only, without_subclasses, wrapper
+from lightning_autotp.quantized.formats import Format, QuantizationError
 
 
 class QuantizedWeight(Tensor):
@@ -47,7 +47,7 @@ class QuantizedWeight(Tensor):
             values: of the format's dtype.
             format: how.
             dtype: that the tensor shows.
-            extremes: as for :meth:`~lightning_autotp.building.formats.Format.layer`.
+            extremes: as for :meth:`~lightning_autotp.quantized.formats.Format.layer`.
         """
         like = torch.empty((), dtype=dtype, device=values.device).expand(values.shape)
         return cls(format.layer(values, extremes), format, like)

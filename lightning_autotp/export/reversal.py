@@ -25,7 +25,7 @@ from lightning_autotp.building.deferred import deferred_init
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.building.recorder import Recorder
 from lightning_autotp.building.weight_conversion import RecipeReader
-from lightning_autotp.checkpoints.safetensors_writer import Described
+from lightning_autotp.export.safetensors_writer import Described
 from lightning_autotp.layouts.blocks import index, whole_box
 from lightning_autotp.private.torch_private import parameters_of, storage_key
 from lightning_autotp.private.transformers_private import (

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.state import parallel_models
 from lightning_autotp.parameters.whole_tensors import WholePlace, places_of_whole_tensors, whole_at
 from lightning_autotp.ranks.drift import Drift, Tensors
+from lightning_autotp.whole_matrices.optimizer import WholeMatrixOptimizer
 
 
 def whole_states(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

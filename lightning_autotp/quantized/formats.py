@@ -1,7 +1,7 @@
 """How the weight of a linear layer is quantized: what a rank does with its part of one, by the library that does it.
 
 A :class:`Format` says at multiples of what a weight may be cut, makes the library's own layer of a part, and reads one
-of a checkpoint that is quantized already (:mod:`~lightning_autotp.building.quantized_files`). The libraries are
+of a checkpoint that is quantized already (:mod:`~lightning_autotp.quantized.files`). The libraries are
 imported only by who uses them.
 """
 

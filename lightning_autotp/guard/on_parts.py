@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.optimizers.stepping import needs_closure
 from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
-from lightning_autotp.optimizers.whole_matrices import WholeMatrixOptimizer
 from lightning_autotp.parameters.local_blocks import plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable
+from lightning_autotp.whole_matrices.optimizer import WholeMatrixOptimizer
 
 STEPS = 32
 """Enough for preconditioners that are recomputed every tenth step, or first used after 25."""
@@ -56,7 +56,7 @@ IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 SMALL = 4096
 """Elements up to which a tensor that an optimizer keeps is copied."""
 
-Kind = tuple[int, tuple[int, ...]]
+Cut = tuple[int, tuple[int, ...]]
 """How a parameter is cut: its number of dims, and the sharded ones."""
 
 
@@ -139,9 +139,9 @@ def _known_by(
     return known
 
 
-def _sharded(parameters: Iterable[Tensor], table: ParameterTable) -> dict[Kind, Tensor]:
+def _sharded(parameters: Iterable[Tensor], table: ParameterTable) -> dict[Cut, Tensor]:
     """One parameter for each way in which some are cut: over the tensor-parallel ranks, by FSDP2, or both."""
-    found: dict[Kind, Tensor] = {}
+    found: dict[Cut, Tensor] = {}
     for parameter in parameters:
         meta = table.meta(parameter)
         dims = {dim for dim, _ in meta.layout.dims} if meta is not None and isinstance(meta.layout, Shard) else set()

@@ -1,6 +1,6 @@
 """Writing Hugging Face directories that plain ``from_pretrained`` loads, one whole tensor at a time.
 
-Everything is planned before the first tensor is touched (:mod:`~lightning_autotp.checkpoints.reversal`): the files are,
+Everything is planned before the first tensor is touched (:mod:`~lightning_autotp.export.reversal`): the files are,
 name for name and byte for byte, those that transformers' own ``save_pretrained`` writes in one process. Then parameter
 after parameter is made whole, on every rank since gathering is collective, and the writing rank puts what is made of it
 into its places. Files are written into a hidden directory beside their places and moved when all are whole, the index
@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_autotp.building.formats import QuantizationError
 from lightning_autotp.checkpoints.checksums import CHECKSUMS, checksums_text, sha256_of
 from lightning_autotp.checkpoints.files import alone
-from lightning_autotp.checkpoints.reversal import ExportPlan, ReversalStep, describe_conversions, plan_export, skeleton
-from lightning_autotp.checkpoints.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.checkpoints.stored import original_shape
+from lightning_autotp.export.reversal import ExportPlan, ReversalStep, describe_conversions, plan_export, skeleton
+from lightning_autotp.export.safetensors_writer import Described, SafetensorsWriter
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.parameters.gathering import whole_tensor
 from lightning_autotp.parameters.state import ParameterTable, is_parallel, parallel_models, parallel_state
@@ -43,6 +42,7 @@ from lightning_autotp.private.transformers_private import (
     tokenizer_class_from_name,
 )
 from lightning_autotp.progress import phase
+from lightning_autotp.quantized.formats import QuantizationError
 from lightning_autotp.ranks.agreement import raise_together
 
 _log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def write_model(
     """Write a planned directory. Collective as far as ``whole`` and ``guard`` are: by default one process writes alone.
 
     Args:
-        original: what :func:`~lightning_autotp.checkpoints.reversal.skeleton` gave, with its generation configuration.
+        original: what :func:`~lightning_autotp.export.reversal.skeleton` gave, with its generation configuration.
         plan: what to write.
         directory: where to.
         whole: gives one of the model's tensors, whole, on the CPU; ``None`` on ranks that do not write. It may be
@@ -218,7 +218,7 @@ def _write_step(
 
 
 def describe_models(module: nn.Module) -> dict[str, Any]:
-    """What the Hugging Face models in a module are, for :mod:`~lightning_autotp.checkpoints.export_checkpoint` to know.
+    """What the Hugging Face models in a module are, for :mod:`~lightning_autotp.export.from_checkpoint` to know.
 
     Args:
         module: a LightningModule, for instance.

@@ -1,14 +1,14 @@
 """Which weights of a model are to be quantized: noted while it is built, done when a rank has its part.
 
 Plans are made for a model as it is before quantization: a frozen linear layer whose weight is quantized computes the
-same product with other numbers. So inside :func:`~lightning_autotp.building.pretrained.meta_model` the layers stay
-``nn.Linear``, and a :class:`~lightning_autotp.building.formats.Format` is left on each weight that
+same product with other numbers. So inside :func:`~lightning_autotp.pretrained.meta_model.meta_model` the layers stay
+``nn.Linear``, and a :class:`~lightning_autotp.quantized.formats.Format` is left on each weight that
 ``quantization_config`` means. The solver cuts such a weight between blocks only (``Format.units``), and each rank
 quantizes what it has read, with the library itself: then its numbers and scales are those that one process has. What
 the model's code computes of such a weight (the norms of DoRA) is recorded to be of the numbers that it will stand for
 (:class:`Rounding`).
 
-Of a checkpoint that is quantized already (:mod:`~lightning_autotp.building.quantized_files`) each rank reads its part
+Of a checkpoint that is quantized already (:mod:`~lightning_autotp.quantized.files`) each rank reads its part
 of the quantized numbers and of the scales, into a layer that the library makes (``Format.tensors``).
 """
 
@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from lightning_autotp.building.checkpoint_reading import CheckpointError
-from lightning_autotp.building.formats import EightBit, Format, FourBit, QuantizationError, WeightOnly, plain_linear
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.private.torchao_private import casts_on_the_wire, is_float8_layer
+from lightning_autotp.quantized.formats import EightBit, Format, FourBit, QuantizationError, WeightOnly, plain_linear
 
 _NAME = "autotp_format"
 LIBRARIES = ("bitsandbytes", "torchao")

@@ -1,10 +1,10 @@
 """``WholeMatrixOptimizer``: optimizers that look at whole tensors (Muon, Adafactor, ...), on a parallel model.
 
-Every parameter has a home, one rank on which an optimizer of its own steps the whole tensor. In a step the ranks' parts
-of the parameter and of its gradient are put together there, in the original coordinates, and the result is sharded
-again. The homes are balanced by the numbers of elements, and the tensors travel in rounds, one to each home: all ranks
-compute at the same time, and each has one whole parameter and its gradient in memory. What the optimizer keeps between
-steps is only at home, and whole.
+Every parameter is assigned to one rank, where an optimizer of its own steps the whole tensor (as in distributed
+Shampoo). In a step the ranks' parts of the parameter and of its gradient are gathered there, in the original
+coordinates, and the result is scattered. The numbers of elements are balanced over the ranks, and tensors are sent in
+rounds, one to each rank: all ranks compute at the same time, and each has one whole parameter and its gradient in
+memory. What the optimizer keeps between steps is only on the assigned rank, and whole.
 
 This is right where a parameter's update depends on no other parameter, which is found out by trying.
 """
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_autotp.optimizers.homes import Spread, Traveller, balanced, from_homes, to_homes
 from lightning_autotp.optimizers.stepping import needs_closure, plain_step, stepped_by
 from lightning_autotp.optimizers.trial import Unknown, difference, first_that_runs, moving, updates
 from lightning_autotp.parameters.local_blocks import is_cut, plain, shard_group
 from lightning_autotp.parameters.state import ParameterTable, parallel_models
 from lightning_autotp.ranks.agreement import gather_objects, largest_of_all, raise_along
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.whole_matrices.transfers import Sharding, Transfer, balanced, gather, scatter
 
 ALONE = TPGroup("", 0, 1)
 """One rank, which has everything."""
@@ -51,16 +51,16 @@ class _Whole:
         group: the number of its parameter group.
         over_ranks: how the whole lies over the tensor-parallel ranks.
         over_data: how this rank's tensor-parallel part lies over the data axis.
-        rank: its home's rank in the tensor-parallel group.
-        copy: its home's rank on the data axis.
-        standing: at home, what stands for the whole in the optimizer; without memory between steps.
-        inner: at home, the optimizer, from the first step on.
+        rank: the assigned rank, in the tensor-parallel group.
+        copy: the assigned rank's place on the data axis.
+        standing: on the assigned rank, what stands for the whole in the optimizer; without memory between steps.
+        inner: there, the optimizer, from the first step on.
     """
 
     parameter: Tensor
     group: int
-    over_ranks: Spread
-    over_data: Spread
+    over_ranks: Sharding
+    over_data: Sharding
     rank: int = 0
     copy: int = 0
     standing: nn.Parameter | None = None
@@ -152,14 +152,14 @@ class WholeMatrixOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load whole states, of which this rank keeps those of the parameters that are at home here. Not collective."""
+        """Load whole states, of which this rank keeps those of the parameters assigned to it. Not collective."""
         super().load_state_dict(dict(state_dict))
         for whole in self._wholes:
             whole.inner = whole.standing = None
-            if not self.is_home(whole.parameter):
+            if not self.is_assigned_here(whole.parameter):
                 self.state.pop(whole.parameter, None)
 
-    def is_home(self, parameter: Tensor) -> bool:
+    def is_assigned_here(self, parameter: Tensor) -> bool:
         """Whether this rank steps a parameter and has its state."""
         return any(whole.parameter is parameter and self._is_here(whole) for whole in self._wholes)
 
@@ -191,7 +191,7 @@ class WholeMatrixOptimizer(Optimizer):
             }
         return {number: own.get(number, values) for number, values in sorted(described.items())}
 
-    def from_home(self, number: int, value: Tensor) -> Tensor:
+    def from_assigned(self, number: int, value: Tensor) -> Tensor:
         """A tensor of :meth:`described_state` from the rank that has it. Collective as a step is.
 
         Returns:
@@ -204,18 +204,18 @@ class WholeMatrixOptimizer(Optimizer):
         if found.numel() == 0:
             return found
         content = found.view(-1).view(torch.uint8)
-        for group, home, has_it in (
+        for group, assigned, has_it in (
             (self._copies, whole.copy, self._ranks.rank == whole.rank),
             (self._ranks, whole.rank, True),
         ):
             if group.size > 1 and has_it:
-                dist.broadcast(content, dist.get_global_rank(group.process_group, home), group.process_group)
+                dist.broadcast(content, dist.get_global_rank(group.process_group, assigned), group.process_group)
         return value if here else found
 
-    # --- homes ---
+    # --- which rank has what ---
 
     def _take_up(self) -> None:
-        """Learn what the parameters are that came since the last time, and give them homes."""
+        """Learn what the parameters are that came since the last time, and assign them to ranks."""
         table = ParameterTable(self._module) if parallel_models(self._module) else None
         known = {id(whole.parameter) for whole in self._wholes}
         added = [
@@ -224,8 +224,8 @@ class WholeMatrixOptimizer(Optimizer):
             for parameter in group["params"]
             if id(parameter) not in known
         ]
-        spread = shard_group(*(parameter for _, parameter in added))
-        copies = self._copies if spread is None else TPGroup.of(spread)
+        cut_over = shard_group(*(parameter for _, parameter in added))
+        copies = self._copies if cut_over is None else TPGroup.of(cut_over)
         if self._wholes and copies != self._copies:
             raise ValueError("FSDP2 has sharded the added parameters, but not the earlier ones: make a new optimizer")
         self._copies = copies
@@ -235,15 +235,17 @@ class WholeMatrixOptimizer(Optimizer):
             meta = None if table is None else table.meta(parameter)
             part = tuple(parameter.shape)
             shape, layout = (part, None) if meta is None else (meta.shape, meta.layout)
-            over_ranks = Spread.of_layout(shape, layout, self._ranks.size)
+            over_ranks = Sharding.of_layout(shape, layout, self._ranks.size)
             is_in_rows = is_cut(parameter)
-            over_data = Spread.of_rows(part, copies.size) if is_in_rows else Spread.of_layout(part, None, copies.size)
+            over_data = (
+                Sharding.of_rows(part, copies.size) if is_in_rows else Sharding.of_layout(part, None, copies.size)
+            )
             wholes.append(_Whole(parameter, number, over_ranks, over_data))
         self._take_defaults(wholes)
         self._loads = self._loads or [0] * (self._ranks.size * copies.size)
-        homes = balanced([whole.over_ranks.elements for whole in wholes], self._loads)
-        for whole, home in zip(wholes, homes, strict=True):
-            whole.copy, whole.rank = divmod(home, self._ranks.size)
+        assigned = balanced([whole.over_ranks.elements for whole in wholes], self._loads)
+        for whole, number in zip(wholes, assigned, strict=True):
+            whole.copy, whole.rank = divmod(number, self._ranks.size)
         self._wholes += wholes
         if len(self._loads) > 1:
             self._try()
@@ -280,7 +282,7 @@ class WholeMatrixOptimizer(Optimizer):
     # --- steps ---
 
     def _rounds(self) -> list[list[_Whole]]:
-        """The parameters that have a gradient on some rank, at most one for each home at a time. Collective."""
+        """The parameters that have a gradient on some rank, at most one for each rank at a time. Collective."""
         kinds = [
             _ABSENT if p.grad is None else _SPARSE if plain(p.grad).is_sparse else _DENSE
             for p in (whole.parameter for whole in self._wholes)
@@ -294,37 +296,34 @@ class WholeMatrixOptimizer(Optimizer):
             )
         present = [whole for whole, kind in zip(self._wholes, kinds, strict=True) if kind != _ABSENT]
         present.sort(key=lambda whole: -whole.over_ranks.elements)
-        # What travels together is on one device.
-        at_homes: dict[str, dict[tuple[int, int], list[_Whole]]] = {}
+        # What is sent together is on one device.
+        by_device: dict[str, dict[tuple[int, int], list[_Whole]]] = {}
         for whole in present:
-            homes = at_homes.setdefault(whole.parameter.device.type, {})
-            homes.setdefault((whole.rank, whole.copy), []).append(whole)
-        rounds = [together for homes in at_homes.values() for together in itertools.zip_longest(*homes.values())]
+            by_rank = by_device.setdefault(whole.parameter.device.type, {})
+            by_rank.setdefault((whole.rank, whole.copy), []).append(whole)
+        rounds = [together for by_rank in by_device.values() for together in itertools.zip_longest(*by_rank.values())]
         return [[whole for whole in together if whole is not None] for together in rounds]
 
     def _step_round(self, wholes: Sequence[_Whole], errors: list[Exception]) -> None:
-        """Step these parameters, each at its home. Collective; what the optimizer raises is noted in ``errors``."""
+        """Step these parameters, each on its rank. Collective; what the optimizer raises is noted in ``errors``."""
         parts = [plain(whole.parameter) for whole in wholes]
         gradients = [
             torch.zeros_like(part) if whole.parameter.grad is None else plain(whole.parameter.grad)
             for whole, part in zip(wholes, parts, strict=True)
         ]
-        # Over the data axis to the copy of the model where the home is, and there over the tensor-parallel ranks.
+        # Over the data axis to the assigned rank's copy of the model, and there over the tensor-parallel ranks.
         twice = [*wholes, *wholes]
-        joined = to_homes(
+        joined = gather(
             [
-                Traveller(whole.copy, whole.over_data, part)
+                Transfer(whole.copy, whole.over_data, part)
                 for whole, part in zip(twice, [*parts, *gradients], strict=True)
             ],
             self._copies,
         )
         here = [whole for whole in wholes if whole.copy == self._copies.rank]
         of_copy = [part for part in joined if part is not None]
-        values = to_homes(
-            [
-                Traveller(whole.rank, whole.over_ranks, part)
-                for whole, part in zip([*here, *here], of_copy, strict=True)
-            ],
+        values = gather(
+            [Transfer(whole.rank, whole.over_ranks, part) for whole, part in zip([*here, *here], of_copy, strict=True)],
             self._ranks,
         )
         results = [
@@ -332,14 +331,14 @@ class WholeMatrixOptimizer(Optimizer):
             for whole, value, gradient in zip(here, values[: len(here)], values[len(here) :], strict=True)
         ]
         back = [
-            Traveller(whole.rank, whole.over_ranks, part.new_empty(whole.over_data.shape), result)
+            Transfer(whole.rank, whole.over_ranks, part.new_empty(whole.over_data.shape), result)
             for whole, part, result in zip(here, of_copy[: len(here)], results, strict=True)
         ]
-        from_homes(back, self._ranks)
+        scatter(back, self._ranks)
         arrived = dict(zip(map(id, here), back, strict=True))
-        from_homes(
+        scatter(
             [
-                Traveller(whole.copy, whole.over_data, part, arrived[id(whole)].part if id(whole) in arrived else None)
+                Transfer(whole.copy, whole.over_data, part, arrived[id(whole)].part if id(whole) in arrived else None)
                 for whole, part in zip(wholes, parts, strict=True)
             ],
             self._copies,

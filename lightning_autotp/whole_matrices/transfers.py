@@ -1,8 +1,8 @@
-"""Whole tensors at home: each is put together from the ranks' parts on one rank, and sharded from there again.
+"""Whole tensors on the ranks that they are assigned to: gathered from the ranks' shards, and scattered again.
 
-Many tensors travel in one all-to-all, each to its own home, so that every rank has some to work on at the same time.
-An element that several ranks hold is sent by one of them, by the home itself if it is one of them, and comes back to
-all of them.
+Many tensors go in one all-to-all, each to the rank that it is assigned to, so that every rank has some to work on at
+the same time. An element that several ranks hold is sent by one of them, by the assigned rank itself if it is one of
+them, and comes back to all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_autotp.ranks.group import TPGroup
 
 
 @dataclass(frozen=True)
-class Spread:
+class Sharding:
     """How a whole tensor lies over the ranks of a group.
 
     Attributes:
@@ -34,12 +34,12 @@ class Spread:
     blocks: tuple[tuple[Block, ...], ...]
 
     @classmethod
-    def of_layout(cls, shape: tuple[int, ...], layout: Layout | None, ranks: int) -> Spread:
+    def of_layout(cls, shape: tuple[int, ...], layout: Layout | None, ranks: int) -> Sharding:
         """As a layout says; ``None`` for what every rank has whole."""
         return cls(shape, tuple(blocks_of(shape, layout, rank, ranks) for rank in range(ranks)))
 
     @classmethod
-    def of_rows(cls, shape: tuple[int, ...], ranks: int) -> Spread:
+    def of_rows(cls, shape: tuple[int, ...], ranks: int) -> Sharding:
         """Cut in dim 0 as FSDP2 does."""
         box = whole_box(shape)
         parts = [Block(box, box, (rank,)).cut(0, chunk(shape[0], ranks, rank)) for rank in range(ranks)]
@@ -50,100 +50,100 @@ class Spread:
         """How many elements the whole has."""
         return math.prod(self.shape)
 
-    def outgoing(self, rank: int, home: int) -> Iterator[Block]:
-        """What ``rank`` sends to the home, or copies there if it is the home itself."""
-        return (block for block in self.held(rank) if rank == (home if home in block.ranks else block.owner))
+    def outgoing(self, rank: int, assigned: int) -> Iterator[Block]:
+        """What ``rank`` sends to the assigned rank, or copies if it is that one itself."""
+        return (block for block in self.held(rank) if rank == (assigned if assigned in block.ranks else block.owner))
 
     def held(self, rank: int) -> Iterator[Block]:
         """All that ``rank`` has."""
         return (block for block in self.blocks[rank] if block.elements)
 
 
-class Traveller(NamedTuple):
-    """One tensor on its way.
+class Transfer(NamedTuple):
+    """One tensor that is gathered or scattered.
 
     Attributes:
-        home: the rank of the group where it is whole.
-        spread: how it lies over the ranks.
+        assigned: the rank of the group where it is whole.
+        sharding: how it lies over the ranks.
         part: this rank's part, to be sent or to be filled.
-        whole: the whole tensor at home; elsewhere, and before it is there, ``None``.
+        whole: the whole tensor on the assigned rank; elsewhere, and before it is gathered, ``None``.
     """
 
-    home: int
-    spread: Spread
+    assigned: int
+    sharding: Sharding
     part: Tensor
     whole: Tensor | None = None
 
 
 def balanced(costs: Sequence[int], loads: list[int]) -> list[int]:
-    """A home for each of some things: the dearest first, each where the load is least. Adds to ``loads``, in place."""
-    homes = [0] * len(costs)
+    """A rank for each of some things: the dearest first, each where the load is least. Adds to ``loads``, in place."""
+    assigned = [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        homes[number] = loads.index(min(loads))
-        loads[homes[number]] += costs[number]
-    return homes
+        assigned[number] = loads.index(min(loads))
+        loads[assigned[number]] += costs[number]
+    return assigned
 
 
-def to_homes(travellers: Sequence[Traveller], group: TPGroup) -> list[Tensor | None]:
-    """Put whole tensors together, each on its home. Collective over ``group``.
+def gather(transfers: Sequence[Transfer], group: TPGroup) -> list[Tensor | None]:
+    """Put whole tensors together, each on its assigned rank. Collective over ``group``.
 
     Args:
-        travellers: the same ones in the same order on every rank.
+        transfers: the same ones in the same order on every rank.
         group: the ranks that have parts.
 
     Returns:
-        For each of them the whole tensor at its home, ``None`` elsewhere.
+        For each of them the whole tensor on its assigned rank, ``None`` elsewhere.
     """
-    if not travellers:
+    if not transfers:
         return []
-    device = travellers[0].part.device
+    device = transfers[0].part.device
     outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
     expected = [0] * group.size
-    for home, spread, part, _ in travellers:
-        if home != group.rank:
-            outgoing[home] += [part[index(block.local)] for block in spread.outgoing(group.rank, home)]
+    for assigned, sharding, part, _ in transfers:
+        if assigned != group.rank:
+            outgoing[assigned] += [part[index(block.local)] for block in sharding.outgoing(group.rank, assigned)]
         else:
-            for rank in set(range(group.size)) - {home}:
-                expected[rank] += _size(spread.outgoing(rank, home)) * part.element_size()
+            for rank in set(range(group.size)) - {assigned}:
+                expected[rank] += _size(sharding.outgoing(rank, assigned)) * part.element_size()
     incoming = _exchange(outgoing, expected, group, device)
     wholes: list[Tensor | None] = []
-    for home, spread, part, _ in travellers:
-        if home != group.rank:
+    for assigned, sharding, part, _ in transfers:
+        if assigned != group.rank:
             wholes.append(None)
             continue
-        whole = part.new_empty(spread.shape)
+        whole = part.new_empty(sharding.shape)
         for rank in range(group.size):
-            for block in spread.outgoing(rank, home):
+            for block in sharding.outgoing(rank, assigned):
                 target = whole[index(block.original)]
-                target.copy_(part[index(block.local)] if rank == home else incoming[rank].take(target))
+                target.copy_(part[index(block.local)] if rank == assigned else incoming[rank].take(target))
         wholes.append(whole)
     return wholes
 
 
-def from_homes(travellers: Sequence[Traveller], group: TPGroup) -> None:
+def scatter(transfers: Sequence[Transfer], group: TPGroup) -> None:
     """Send whole tensors back: every rank's part is filled. Collective over ``group``.
 
     Args:
-        travellers: as for :func:`to_homes`, with the whole tensors at home.
+        transfers: as for :func:`gather`, with the whole tensors on their assigned ranks.
         group: the ranks that have parts.
     """
-    if not travellers:
+    if not transfers:
         return
-    device = travellers[0].part.device
+    device = transfers[0].part.device
     outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
     expected = [0] * group.size
-    for home, spread, part, whole in travellers:
-        if home != group.rank:
-            expected[home] += _size(spread.held(group.rank)) * part.element_size()
+    for assigned, sharding, part, whole in transfers:
+        if assigned != group.rank:
+            expected[assigned] += _size(sharding.held(group.rank)) * part.element_size()
             continue
         assert whole is not None
-        for rank in set(range(group.size)) - {home}:
-            outgoing[rank] += [whole[index(block.original)] for block in spread.held(rank)]
+        for rank in set(range(group.size)) - {assigned}:
+            outgoing[rank] += [whole[index(block.original)] for block in sharding.held(rank)]
     incoming = _exchange(outgoing, expected, group, device)
-    for home, spread, part, whole in travellers:
-        for block in spread.held(group.rank):
+    for assigned, sharding, part, whole in transfers:
+        for block in sharding.held(group.rank):
             target = part[index(block.local)]
-            target.copy_(incoming[home].take(target) if whole is None else whole[index(block.original)])
+            target.copy_(incoming[assigned].take(target) if whole is None else whole[index(block.original)])
 
 
 def _size(blocks: Iterator[Block]) -> int:

@@ -2,7 +2,7 @@
 
 The checkpoint, of the Trainer or of Fabric, may be a file or a directory (:mod:`~lightning_autotp.checkpoints.files`),
 of any tensor-parallel size: its tensors have the original model's names and shapes. What the model is, the strategy has
-written into it (:func:`~lightning_autotp.checkpoints.export.describe_models`); for any other checkpoint of such a model
+written into it (:func:`~lightning_autotp.export.from_model.describe_models`); for any other checkpoint of such a model
 one says so.
 """
 
@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from lightning_autotp.building.checkpoint_reading import MismatchError
-from lightning_autotp.building.hub import refuse_missing
-from lightning_autotp.checkpoints.export import ENTRY, Exported, tokenizer_of, write_model, written_dtype
 from lightning_autotp.checkpoints.files import read_checkpoint, refuse_foreign
-from lightning_autotp.checkpoints.reversal import plan_export, set_conversions, skeleton
-from lightning_autotp.checkpoints.safetensors_writer import Described
 from lightning_autotp.checkpoints.stored import StoredTensor
+from lightning_autotp.export.from_model import ENTRY, Exported, tokenizer_of, write_model, written_dtype
+from lightning_autotp.export.reversal import plan_export, set_conversions, skeleton
+from lightning_autotp.export.safetensors_writer import Described
+from lightning_autotp.pretrained.hub import refuse_missing
 from lightning_autotp.private.transformers_private import PreTrainedModel
 
 MAPPED_BYTES = 64 * 2**20

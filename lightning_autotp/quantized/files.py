@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autotp.building.formats import Format, QuantizationError
 from lightning_autotp.building.recorder import Recorder
+from lightning_autotp.quantized.formats import Format, QuantizationError
 
 
 @dataclass(frozen=True)

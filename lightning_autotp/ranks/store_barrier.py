@@ -1,8 +1,8 @@
-"""Ranks wait for each other before a collective that one rank's own code may begin without the others.
+"""A barrier before a collective that one rank's own code may begin without the others.
 
 The others would take it for their next collective: they wait with it for ever, add up what has nothing to do with each
-other, or are aborted. So the ranks first meet in the store that all processes share. No collective is used before all
-are there, and a rank that others do not follow says so.
+other, or are aborted. So the ranks first wait for each other in the store that all processes share, as torch does
+before it has a group. No collective is used before all are there, and a rank that others do not follow says so.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lightning_autotp.ranks.group import TPGroup, timeout_of_all
 from lightning_autotp.ranks.peers import Peer, this_machine
 
 PATIENCE = 10.0
-"""Seconds after which :func:`meet` says what it waits for."""
+"""Seconds after which :func:`store_barrier` says what it waits for."""
 LOOK = 0.001
 """Seconds between two looks for the others."""
 INTERVAL = 1.0
 """Seconds between two looks whether their processes have ended."""
-_meetings = Counter[tuple[int, ...]]()
+_entered = Counter[tuple[int, ...]]()
 
 
-def announce() -> None:
-    """Let the other ranks know this one's process, for when they wait for it in :func:`meet`. Not collective."""
+def register_process() -> None:
+    """Tell the other ranks which process this one is, for :func:`store_barrier`. Not collective."""
     own = Peer.this_process(dist.get_rank())
     default_store().set(_process(own.rank), json.dumps(asdict(own)))
 
 
-def meet(group: TPGroup, why: str) -> None:
+def store_barrier(group: TPGroup, why: str) -> None:
     """Wait until every rank of a group has come here. Collective.
 
     Args:
@@ -46,9 +46,9 @@ def meet(group: TPGroup, why: str) -> None:
         MissingRank: if some have not come within the timeout of collectives, or before their process ended.
     """
     ranks = tuple(dist.get_process_group_ranks(group.process_group))
-    _meetings[ranks] += 1
-    store, own, key = default_store(), dist.get_rank(), f"meeting/{ranks}"
-    number, begin = _meetings[ranks], time.monotonic()
+    _entered[ranks] += 1
+    store, own, key = default_store(), dist.get_rank(), f"barrier/{ranks}"
+    number, begin = _entered[ranks], time.monotonic()
     looked, has_said = begin, False
     try:
         come = store.add(f"{key}/{number}", 1)
@@ -64,7 +64,7 @@ def meet(group: TPGroup, why: str) -> None:
                 come = store.add(f"{key}/{number}", 0)  # again: one may have come, and ended afterwards
             if come < group.size and (ended is not None or now - begin > timeout_of_all().total_seconds()):
                 store.add(f"{key}/{number}", -1)  # as if it had not come
-                _meetings[ranks] -= 1
+                _entered[ranks] -= 1
                 raise MissingRank(here if ended is None else f"{here}. {ended} has ended")
             if now - begin > PATIENCE and not has_said:
                 has_said = True

@@ -1,0 +1,1 @@
+"""Optional: files of one process's format, for transformers and PEFT."""

@@ -1,0 +1,1 @@
+"""Models of transformers without memory: ``from_pretrained`` that reads no weights, and files from the Hub."""

@@ -1,0 +1,1 @@
+"""Optional: optimizers that need whole matrices, each stepped on one rank."""
