@@ -151,6 +151,10 @@ class Elimination:
             number = self._added[key] = self._intern(_Rows.of(key[1], len(scope)))
         self.tables.append(Table(tuple(scope), number))
 
+    def repeat(self, table: Table, scope: Sequence[int]) -> None:
+        """Add a table that says of these variables what another one, which was added, says of its own."""
+        self.tables.append(Table(tuple(scope), table.rows))
+
     def _intern(self, rows: _Rows) -> int:
         key = (rows.values.shape[1], rows.values.tobytes(), rows.costs.tobytes())
         number = self._numbers.setdefault(key, len(self._rows))

@@ -112,7 +112,7 @@ class ScaledSizes:
 
     def shape(self, tensor: int, dims: Dims) -> tuple[float, ...]:
         """The tensor's shape, from its resolved dims."""
-        times, shape = self._times(tensor, dims), self._shape(tensor, dims, self._growth)
+        times, shape = self.copies(tensor, dims), self._shape(tensor, dims, self._growth)
         return (times * shape[0], *shape[1:]) if shape else shape
 
     def shape_in_row(self, tensor: int, dims: Dims) -> tuple[float, ...]:
@@ -122,7 +122,11 @@ class ScaledSizes:
     def rows(self, tensor: int, dims: Dims) -> int:
         """How many rows of the step have something of their own of the tensor; 1 if it is the same for all."""
         kinds = {self._kinds.get(axis.id) for dim in dims for axis in leaves(dim)}
-        return self.step.rows if kinds & {_ROWS, _BOTH} else self._times(tensor, dims)
+        return self.step.rows if kinds & {_ROWS, _BOTH} else self.copies(tensor, dims)
+
+    def kind(self, axis: int) -> str | None:
+        """With what an axis grows; ``None`` if it does not."""
+        return self._kinds.get(axis)
 
     def is_of_pairs(self, dims: Dims) -> bool:
         """Whether a tensor has an element for every pair of positions, as attention's scores have."""
@@ -133,7 +137,7 @@ class ScaledSizes:
         """The tensor's bytes, from its resolved dims."""
         return self._graph.tensors[tensor].itemsize * math.prod(self.shape(tensor, dims))
 
-    def _times(self, tensor: int, dims: Dims) -> int:
+    def copies(self, tensor: int, dims: Dims) -> int:
         """How many copies of the tensor there are, one after the other along its first dim."""
         return self._copies if dims and tensor in self._of_a_row else 1
 

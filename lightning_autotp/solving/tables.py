@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from functools import cached_property, partial
 
 from lightning_autotp.layouts.dims import Dim, leaves, touches
 from lightning_autotp.layouts.ownership import alignment
@@ -23,6 +23,7 @@ from lightning_autotp.layouts.types import Invariant, Layout, Partial, Replicate
 from lightning_autotp.operators import Dims, Relation, count_flops, count_touched, record, relate, updated
 from lightning_autotp.operators.axes import Axes
 from lightning_autotp.operators.graph import OPAQUE, Graph, Operator, Ref
+from lightning_autotp.solving.alike_relations import Descriptions
 from lightning_autotp.solving.call_points import private_draws, static_operands
 from lightning_autotp.solving.candidates import candidates, inseparable, is_cut_between, squares
 from lightning_autotp.solving.cost import Profile, typical_matrix
@@ -264,10 +265,22 @@ class Tables:
                 held = {kind: self._held(tensor, kind) if kind in priced else 0.0 for kind in codes[tensor]}
                 problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in held.items()})
         self.tables = []
+        descriptions = Descriptions(self.shardings, self.touching, self._of_axis)
+        alike: dict[Hashable, tuple[Relation, Table]] = {}
         for relation in self.relations:
             first = {t: self.first.get(t, t) for t in (*relation.inputs, *relation.outputs) if t in self.dims}
             scope = tuple(dict.fromkeys(first.values()))
             repeated = [(t, one) for t, one in first.items() if t != one]
+            description = None
+            if self.planned is None and not repeated and not self._is_shown(relation.operator):
+                of_tensor = partial(self._of_tensor, relation)
+                description = descriptions.of(relation, of_tensor, self._of_place(relation.operator))
+                if description in alike:
+                    other, table = alike[description]
+                    problem.repeat(table, scope)
+                    self.tables.append(problem.tables[-1])
+                    self._share_work(other, relation)
+                    continue
             coded = [(one, codes[one]) for one in scope]
             rows: dict[tuple[int, ...], float] = {}
             for kinds, cost in self.combinations(relation):
@@ -278,7 +291,43 @@ class Tables:
                     rows[row] = cost if before is None else min(cost, before)
             problem.add(scope, rows)
             self.tables.append(problem.tables[-1])
+            if description is not None:
+                alike[description] = relation, self.tables[-1]
         return problem, domains
+
+    # -- what tables depend on, besides an operator's dims -----------------------------------------------------------
+
+    def _of_axis(self, axis: int) -> Hashable:
+        return self.sizes.kind(axis), axis in self.growing, axis in self._residual
+
+    def _of_tensor(self, relation: Relation, tensor: int) -> Hashable:
+        info, dims = self.graph.tensors[tensor], relation.inputs.get(tensor) or relation.outputs.get(tensor, ())
+        is_static = tensor not in self.dims
+        return (
+            info.shape,
+            info.itemsize,
+            tensor in self.graph.parameters,
+            self.sizes.copies(tensor, dims),
+            (self._convertible(relation, tensor), self._is_zero(tensor)) if is_static else (),
+            tuple(tensor in each for each in (self._read_again, self._kept, self._kept_in_parts)),
+        )
+
+    def _of_place(self, operator: Operator) -> Hashable:
+        place = operator.boundary
+        if place is None:
+            return operator.call >= 0 and self._operators_of_calls[operator.call] == 1
+        is_layer = operator.module in self.layers
+        return type(place), place.side, place in self.fixed, place in self.with_constants, is_layer
+
+    def _is_shown(self, operator: Operator) -> bool:
+        """Whether it matters for its table where in the model its result goes."""
+        return any(entry.shown for entry in self.implementations.of(operator))
+
+    def _share_work(self, one: Relation, other: Relation) -> None:
+        """The same operator on tensors of the same sizes is the same work."""
+        known = self._works.get(self.position[id(one.operator)])
+        if known is not None:
+            self._works[self.position[id(other.operator)]] = known
 
     @cached_property
     def _read_again(self) -> set[int]:
