@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from selected import nightly
 from tiny import meta_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
@@ -25,10 +26,14 @@ from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.operators.questions import Expression, Question
+from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import compare
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.alike_relations import Descriptions
+from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.solution import Solution
+from lightning_autotp.solving.tables import Tables
 
 WIDTH = 8
 
@@ -408,6 +413,21 @@ def test_layers_run_of_whose_insides_something_is_collected(traces: Traces) -> N
 
 class Scale(float):
     pass
+
+
+@pytest.mark.parametrize("shard_sequence", nightly([False, True], [False]))
+@pytest.mark.parametrize("family", nightly(MODELS, MODELS.keys() - {"gpt2", "deepseek_v3", "t5"}))
+def test_operators_that_are_alike_have_the_tables_that_each_would_have(
+    family: str, shard_sequence: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = model_of(family)
+    tables = Tables(capture(model, batch), 3, IMPLEMENTATIONS, Profile(activation_price=1.0), {}, None, shard_sequence)
+    found, domains = tables.problem()
+    monkeypatch.setattr(Descriptions, "of", lambda *_: object())
+    each, of_each = tables.problem()
+    assert domains == of_each
+    assert [table.scope for table in found.tables] == [table.scope for table in each.tables]
+    assert [*map(found.rows, found.tables)] == [*map(each.rows, each.tables)]
 
 
 class Slots:
