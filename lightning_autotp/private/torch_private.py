@@ -215,9 +215,8 @@ def neg_view(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor)
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of, the same object with the attributes it was given. Nothing public."""
-    return tensor._base
+base_of: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["_base"].__get__
+"""The tensor that this one is a view of, the same object with the attributes it was given. Nothing public."""
 
 
 def own_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -534,9 +533,8 @@ def is_in_backward() -> bool:
     return backward_pass() != -1
 
 
-def backward_pass() -> int:
-    """The number of the backward pass that is running in this thread; -1 if none is. Nothing public."""
-    return torch._C._current_graph_task_id()
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that is running in this thread; -1 if none is. Nothing public."""
 
 
 def next_node() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from lightning_autotp.guard.guard import Guard, guard_of
 from lightning_autotp.guard.standalone import StandaloneCall
 
 PACKAGE = Path(lightning_autotp.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "what-happens-in-a-step.md"
 LOOKS = ("guard/guard.py", "guard/standalone.py", "guard/user_hooks.py", "parameters/snapshot.py",
          "parameters/unchanged.py", "parameters/writes.py", "parameters/state.py", "proving/new_calls.py",
          "proving/call_kinds.py", "proving/configs.py", "proving/attributes.py", "gradients/sums.py")  # fmt: skip
@@ -52,6 +54,13 @@ def python_calls(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
         run()
     finally:
         sys.setprofile(None)
+    return found
+
+
+def by_file(calls: Counter[tuple[str, str]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (file, _), count in calls.items():
+        found[file] += count
     return found
 
 
@@ -203,8 +212,11 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
         model = parallelize(model, dist.group.WORLD, example_inputs=inputs)
     for _ in range(2):  # the first one is compared between the ranks
         model(**inputs).loss.backward()
-    forward = python_calls(lambda: model(**inputs))
+    losses: list[Tensor] = []
+    forward = python_calls(lambda: losses.append(model(**inputs).loss))
+    backward = python_calls(losses[0].backward)
     found: dict[str, Any] = {
+        "calls": {"forward": by_file(forward), "backward": by_file(backward)},
         "forward": {at: n for at, n in forward.items() if at[0] in LOOKS or at[1].startswith(PRIVATE_LOOKS)},
         "hooked modules": sum(is_hooked(module) for module in model.modules() if not isinstance(module, nn.ModuleList)),
         "marked": sum(type(parameter.grad) is not torch.Tensor for parameter in model.parameters()),
@@ -254,6 +266,15 @@ def assert_as_many_looks(small: Any, large: Any) -> None:
         )
         assert {file for file, _ in few["forward"]} >= set(looks)
         assert few["forward"] == many["forward"]
+
+
+def test_a_layer_takes_no_more_python_calls_than_the_page_on_a_step_says(small: Any, large: Any) -> None:
+    said = re.search(r"at most \*\*(\d+)\*\*\s+in its forward and \*\*(\d+)\*\* in its backward", PAGE.read_text())
+    assert said
+    for few, many in zip(small, large, strict=True):
+        for run, most in zip(("forward", "backward"), said.groups(), strict=True):
+            of_a_layer = many["calls"][run] - few["calls"][run]
+            assert 0 < of_a_layer.total() <= int(most), of_a_layer
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
