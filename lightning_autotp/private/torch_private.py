@@ -587,9 +587,10 @@ class ModuleHooks:
         self.backward: dict[int, Callable[..., Any]] = module._backward_hooks
         self.first = frozenset((*self.before, *self.after, *self.backward))
 
-    def tables(self) -> tuple[Mapping[int, Any], ...]:
-        """What holds the hooks, now and later, by number; another hook has another number."""
-        return self.before, self.after, self.backward
+
+def module_hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """What holds a module's hooks, now and later, by number; another hook has another number. Nothing public."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_hooks
 
 
 HOOKS_OF_ALL_MODULES: tuple[Mapping[int, Callable[..., Any]], ...] = (

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
 import lightning_autotp
 from lightning_autotp import parallelize
@@ -55,6 +56,10 @@ def python_calls(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
     finally:
         sys.setprofile(None)
     return found
+
+
+def looks(calls: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
+    return Counter({at: n for at, n in calls.items() if at[0] in LOOKS or at[1].startswith(PRIVATE_LOOKS)})
 
 
 def by_file(calls: Counter[tuple[str, str]]) -> Counter[str]:
@@ -217,7 +222,7 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
     backward = python_calls(losses[0].backward)
     found: dict[str, Any] = {
         "calls": {"forward": by_file(forward), "backward": by_file(backward)},
-        "forward": {at: n for at, n in forward.items() if at[0] in LOOKS or at[1].startswith(PRIVATE_LOOKS)},
+        "forward": looks(forward),
         "hooked modules": sum(is_hooked(module) for module in model.modules() if not isinstance(module, nn.ModuleList)),
         "marked": sum(type(parameter.grad) is not torch.Tensor for parameter in model.parameters()),
     }
@@ -227,6 +232,11 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
             optimizer.step()
             found[f"{name}, {foreach}"] = dict(python_calls(optimizer.step))
     found["clipping"] = dict(python_calls(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+    ids = inputs["input_ids"]
+    model.model(ids)  # the first one is looked at
+    found["alone"] = looks(python_calls(lambda: model.model(ids)))
+    hidden = checkpoint(lambda: model.model(ids).last_hidden_state, use_reentrant=False)
+    found["again"] = looks(python_calls(hidden.sum().backward))
     guard_of(model).remove()
     found["left behind"] = differing(model, unguarded)
     found["loss"] = model(**inputs).loss.item(), model.save_pretrained.__name__
@@ -259,13 +269,23 @@ def assert_as_many_looks(small: Any, large: Any) -> None:
         assert many["forward"].pop(hooked) == many["hooked modules"] > few["hooked modules"]
         looks = (
             "guard/guard.py",
-            "guard/user_hooks.py",
             "parameters/snapshot.py",
             "parameters/writes.py",
             "proving/new_calls.py",
         )
         assert {file for file, _ in few["forward"]} >= set(looks)
         assert few["forward"] == many["forward"]
+
+
+@pytest.mark.parametrize("run", ["alone", "again"])
+def test_nor_are_they_where_a_base_model_is_called_alone_or_computed_again(small: Any, large: Any, run: str) -> None:
+    """Every hooked module in it only asks whether it has to be looked at."""
+    for few, many in zip(small, large, strict=True):
+        asked = ("StandaloneCall.before", "ForwardDepth.is_alone_around")[: 2 if run == "alone" else 1]
+        for name in asked:
+            at = "guard/standalone.py", name
+            assert many[run].pop(at) - few[run].pop(at) == many["hooked modules"] - few["hooked modules"]
+        assert few[run] == many[run]
 
 
 def test_a_layer_takes_no_more_python_calls_than_the_page_on_a_step_says(small: Any, large: Any) -> None:
