@@ -38,7 +38,7 @@ from lightning_autotp.parallel.head_product import note_written
 from lightning_autotp.parameters.forwards import forward_of
 from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
-from lightning_autotp.parameters.state import ParameterPlace, parallel_state
+from lightning_autotp.parameters.state import ParameterPlace, own_modules, parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import AllowedInLists, BeforeClipping
 from lightning_autotp.proving.new_calls import CallProver
@@ -219,7 +219,7 @@ class Guard:
         self._taken = take_given(places, state) or self._taken
         hook_parameters(self.model, places)
         self._user_hooks.wrap()
-        seen = Snapshot(self.model, places)
+        seen = Snapshot(self.model, [module for _, module in own_modules(self.model)], places)
         state.writes.check()
         state.writes.watch(seen.parts)
         self._snapshot = seen if seen.is_lasting else None

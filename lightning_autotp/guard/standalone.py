@@ -182,13 +182,13 @@ class StandaloneCall:
         """Where a module that is called alone has changed, what is in it gets the hooks that it needs."""
         if self._snapshot is not None and self._snapshot.is_current():
             return
-        model = self.running.model
-        places = list(places_at((inner for _, inner in own_modules(module)), model))
+        model, modules = self.running.model, [inner for _, inner in own_modules(module)]
+        places = list(places_at(modules, model))
         hook_parameters(model, places)
         if not self.is_outer:
             self._follow(module)
         self.hooks.wrap()
-        seen = Snapshot(model, places, module)
+        seen = Snapshot(model, modules, places)
         self._snapshot = seen if seen.is_lasting else None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -275,7 +275,8 @@ def product(x: Tensor, layer: nn.Linear, group: TPGroup) -> Tensor:
     Not collective, but where the layer computes in float8; the backward pass is, if the input was gathered.
     """
     weight: Tensor = layer.weight
-    bias, left = layer.bias, None
+    bias: Tensor | None = layer.bias
+    left: _Left | None = None
     note: _Note | None = getattr(x, _NOTE, None) if torch.is_grad_enabled() else None
     if note is not None and layer in note.weights:
         how = None if note.gathered is None or torch.compiler.is_compiling() else note.gathered

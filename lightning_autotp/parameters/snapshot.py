@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_autotp.parameters.state import ParameterPlace, own_modules, parallel_state, parts_among
+from lightning_autotp.parameters.state import ParameterPlace, parallel_state, parts_among
 from lightning_autotp.private.torch_private import (
     HOOKS_OF_ALL_MODULES,
     children_of,
@@ -35,17 +35,16 @@ class Snapshot:
 
     Args:
         model: a parallel model.
-        places: where its parameters are now, or those of the module.
-        module: a module in it of which this is, if not of all.
+        modules: the modules in it of which this is.
+        places: where the parameters are that they have now.
 
     Attributes:
         parts: the parameters of which this rank has a part, by name.
         is_lasting: whether it may be kept: not what is there for one call (``torch.func.functional_call``).
     """
 
-    def __init__(self, model: nn.Module, places: Sequence[ParameterPlace], module: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], places: Sequence[ParameterPlace]) -> None:
         state = parallel_state(model)
-        modules = [inner for _, inner in own_modules(module or model)]
         tables: list[dict[str, Any]] = [table for of in modules for table in (children_of(of), parameters_of(of))]
         self._empty = [table for table in tables if not table]
         # Views: they follow what is put into the tables.
