@@ -68,15 +68,17 @@ class ForwardDepth:
         model: the model.
         own: how many of its own.
         alone: the path of a module in it that was called, and not by the model.
+        looked_at: the same path, where all that is in that module was looked at before: not by compiled code.
     """
 
     model: nn.Module
     own: int = 0
     alone: str | None = None
+    looked_at: str | None = None
 
-    def is_alone_around(self, path: str) -> bool:
-        """Whether the module that was called alone has the one at this path in it."""
-        return self.alone is not None and path.startswith(f"{self.alone}.")
+    def has_looked_at(self, path: str) -> bool:
+        """Whether the module at this path is in one that was looked at."""
+        return self.looked_at is not None and path.startswith(f"{self.looked_at}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ForwardDepth, (self.model,)
@@ -161,7 +163,7 @@ class StandaloneCall:
             return None
         is_compiling = torch.compiler.is_compiling()
         # What runs again in a backward pass was looked at when it ran, and so was what is in a module that runs alone.
-        if not is_compiling and (is_in_backward() or running.is_alone_around(self.path)):
+        if not is_compiling and (is_in_backward() or running.has_looked_at(self.path)):
             return None
         is_alone = self.is_whole_call and (self.is_outer or not is_compiling) and not self._is_inside(module)
         if not is_compiling:
@@ -175,6 +177,7 @@ class StandaloneCall:
             return None
         running.alone = self.path
         if not is_compiling:
+            running.looked_at = self.path
             self.gathered.begin_part()
         return self._as_in_model(module, args, kwargs) if self.differs else None
 
@@ -205,7 +208,7 @@ class StandaloneCall:
     def end(self, *_: Any) -> None:
         """Forward hook, also of a forward that failed."""
         if self.running.alone == self.path and self.running.own == 0:
-            self.running.alone = None
+            self.running.alone = self.running.looked_at = None
             self.gathered.end()
 
     def _as_in_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

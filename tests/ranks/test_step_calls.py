@@ -281,7 +281,7 @@ def assert_as_many_looks(small: Any, large: Any) -> None:
 def test_nor_are_they_where_a_base_model_is_called_alone_or_computed_again(small: Any, large: Any, run: str) -> None:
     """Every hooked module in it only asks whether it has to be looked at."""
     for few, many in zip(small, large, strict=True):
-        asked = ("StandaloneCall.before", "ForwardDepth.is_alone_around")[: 2 if run == "alone" else 1]
+        asked = ("StandaloneCall.before", "ForwardDepth.has_looked_at")[: 2 if run == "alone" else 1]
         for name in asked:
             at = "guard/standalone.py", name
             assert many[run].pop(at) - few[run].pop(at) == many["hooked modules"] - few["hooked modules"]
