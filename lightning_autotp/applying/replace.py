@@ -88,9 +88,9 @@ def apply_plan(model: nn.Module, plan: Plan, group: TPGroup) -> ParallelState:
 
 
 def _column_layers(module: nn.Module) -> Iterator[ColumnParallelLinear]:
-    """The layers in a module that may take its input."""
+    """The layers in a module that may take its input, and whose weights' gradients may be computed after its own."""
     layers = (inner for inner in module.modules() if isinstance(inner, ColumnParallelLinear))
-    return (layer for layer in layers if layer.input_is_replicated)
+    return (layer for layer in layers if layer.input_is_replicated and float8_of(layer) is None)
 
 
 def hook_boundary(model: nn.Module, conversion: BoundaryConversion, *, prepend: bool = False) -> RemovableHandle:
@@ -322,7 +322,7 @@ class BoundaryConversion:
             shown = self._for_this_batch(tensor)[0] if self.plan.target.grows else self.plan.target
             assert isinstance(shown, Shard)
             return VocabParallelLogits(tensor, shown, self.group)
-        if not has_values(tensor) and not tensor.requires_grad and tensor.shape == self._local_shape():
+        if not tensor.requires_grad and not has_values(tensor) and tensor.shape == self._local_shape():
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
         source, target = self._for_this_batch(tensor)
         if isinstance(source, Invariant | Shard) and isinstance(target, Replicate):
@@ -332,10 +332,7 @@ class BoundaryConversion:
         shards_tokens = isinstance(self.plan.source, Shard) and self.plan.source.grows
         if shards_tokens and isinstance(source, Shard) and (self.layers or self.plan.side != "in"):
             note_gathered(result, tensor, source, self.group)
-        return self._own(result)
-
-    def _own(self, result: Tensor) -> Tensor:
-        """The result in memory of its own, where code changes it in place: autograd refuses that for another's view."""
+        # In memory of its own, where code changes it in place: autograd refuses that for another's view.
         return result.clone() if self.plan.overwritten and has_values(result) else result
 
     def _for_this_batch(self, tensor: Tensor) -> tuple[Layout, Layout]:

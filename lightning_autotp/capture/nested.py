@@ -58,7 +58,8 @@ def opened(value: Any) -> Opened | None:
     if kind is tuple or kind is list:
         return Opened([f"[{at}]" for at in range(len(value))], list(value), kind)
     if kind is dict:
-        return Opened([f"[{key!r}]" for key in value], list(value.values()), lambda new: _like_dict(value, new))
+        keys = [f"[{key!r}]" for key in value]
+        return Opened(keys, list(value.values()), lambda new: dict(zip(value, new, strict=True)))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return Opened([f".{name}" for name in value._fields], list(value), lambda new: kind(*new))
     is_record = is_dataclass(value) and not isinstance(value, type | nn.Module)
@@ -108,10 +109,6 @@ def _unnamed(value: Any, children: list[Any]) -> list[str]:
 
 def _like_record(value: Any, new: Sequence[Any]) -> Any:
     return replace(value, **{key: item for key, item in zip(value, new, strict=True) if value[key] is not item})
-
-
-def _like_dict(value: dict[Any, Any], new: Sequence[Any]) -> dict[Any, Any]:
-    return dict(zip(value, new, strict=True))
 
 
 def _like_mapping(value: MutableMapping[Any, Any], new: Sequence[Any]) -> Any:
@@ -260,12 +257,15 @@ def replaced_at(value: Any, steps: Sequence[str], change: Callable[[Any], Any]) 
     Raises:
         NoSuchPlace: if a step leads nowhere.
     """
-    if not steps:
-        return change(value)
-    level = opened(value)
-    if level is None or steps[0] not in level.steps:
-        raise NoSuchPlace(f"cannot find {steps[0]} in a {type(value).__name__}")
-    new = list(level.children)
-    at = level.steps.index(steps[0])
-    new[at] = replaced_at(new[at], steps[1:], change)
-    return level.rebuilt(new)
+    levels = []
+    for step in steps:
+        level = opened(value)
+        if level is None or step not in level.steps:
+            raise NoSuchPlace(f"cannot find {step} in a {type(value).__name__}")
+        at = level.steps.index(step)
+        levels.append((level, at))
+        value = level.children[at]
+    value = change(value)
+    for level, at in reversed(levels):
+        value = level.rebuilt([*level.children[:at], value, *level.children[at + 1 :]])
+    return value

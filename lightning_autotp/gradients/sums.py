@@ -290,10 +290,10 @@ def hook_parameters(model: nn.Module, places: Iterable[ParameterPlace]) -> None:
             hooks(place.parameter)
 
 
-def places_at(module: nn.Module, model: nn.Module) -> Iterator[ParameterPlace]:
-    """The parameters that the code of a module in a parallel model may use: its own, and those right below it."""
+def places_at(owners: Iterable[nn.Module], model: nn.Module) -> Iterator[ParameterPlace]:
+    """The parameters that modules in a parallel model have themselves."""
     state = parallel_state(model)
-    for owner in (module, *module.children()):
+    for owner in owners:
         path = state.path(owner)
         for attribute, parameter in parameters_of(owner).items():
             name = "" if path is None or parameter is None else dotted(path, attribute)

@@ -38,7 +38,7 @@ from lightning_autotp.parallel.head_product import note_written
 from lightning_autotp.parameters.forwards import forward_of
 from lightning_autotp.parameters.known_writes import parts_before_use, parts_of
 from lightning_autotp.parameters.snapshot import Snapshot
-from lightning_autotp.parameters.state import ParameterPlace, parallel_state
+from lightning_autotp.parameters.state import ParameterPlace, own_modules, parallel_state
 from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import AllowedInLists, BeforeClipping
 from lightning_autotp.proving.new_calls import CallProver
@@ -86,7 +86,6 @@ class Guard:
             self._is_unchanged,
             self._is_unwritten,
             self.calls.prove,
-            self._user_hooks.wrap,
             self._watch,  # last: it puts hooks on
         )
         # What the model's own code returns, before anything is done with it; then what the model returns.
@@ -205,7 +204,7 @@ class Guard:
         parallel_state(model).writes.end_known(parts, given)
 
     def _is_unchanged(self, call: ExampleCall) -> None:
-        """Modules and parameters are those of the plan, and parameters have the hooks that their gradients need.
+        """Modules and parameters are those of the plan; their hooks give gradients their sums, and users whole tensors.
 
         All of them are looked at only where something is another than in the last snapshot.
 
@@ -219,7 +218,8 @@ class Guard:
         places, state = check_unchanged(self.model), parallel_state(self.model)
         self._taken = take_given(places, state) or self._taken
         hook_parameters(self.model, places)
-        seen = Snapshot(self.model, places)
+        self._user_hooks.wrap()
+        seen = Snapshot(self.model, [module for _, module in own_modules(self.model)], places)
         state.writes.check()
         state.writes.watch(seen.parts)
         self._snapshot = seen if seen.is_lasting else None

@@ -28,7 +28,8 @@ from lightning_autotp.guard.gathered import GatheredForCall
 from lightning_autotp.guard.user_hooks import UserHooks
 from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.layouts.types import Invariant, Shard
-from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.snapshot import Snapshot
+from lightning_autotp.parameters.state import own_modules, parallel_state
 from lightning_autotp.private.torch_private import is_in_backward, modules_being_called
 
 
@@ -50,6 +51,11 @@ def differing_modules(model: nn.Module) -> frozenset[str]:
     return frozenset(path[:at] for path in paths for at in (*_dots(path), len(path)))
 
 
+def _used_by(module: nn.Module) -> Iterable[nn.Module]:
+    """The modules whose parameters the code of a module may use: itself, and those right below it."""
+    return module, *module.children()
+
+
 def _dots(path: str) -> Iterable[int]:
     return (at for at, character in enumerate(path) if character == ".")
 
@@ -62,11 +68,17 @@ class ForwardDepth:
         model: the model.
         own: how many of its own.
         alone: the path of a module in it that was called, and not by the model.
+        looked_at: the same path, where all that is in that module was looked at before: not by compiled code.
     """
 
     model: nn.Module
     own: int = 0
     alone: str | None = None
+    looked_at: str | None = None
+
+    def has_looked_at(self, path: str) -> bool:
+        """Whether the module at this path is in one that was looked at."""
+        return self.looked_at is not None and path.startswith(f"{self.looked_at}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ForwardDepth, (self.model,)
@@ -90,6 +102,10 @@ class StandaloneCall:
         self.is_outer = is_outer(path)
         self.is_whole_call = differs or (self.is_outer and isinstance(running.model, FSDPModule))
         self._handles: list[RemovableHandle] = []
+        self._snapshot: Snapshot | None = None  # of the module when it was called alone last
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_snapshot": None}
 
     def attach(self, module: nn.Module, takes_parts: bool) -> bool:
         """Hook the module, if there is anything to do for it.
@@ -103,7 +119,7 @@ class StandaloneCall:
         """
         model = self.running.model
         hooked = parallel_state(model).gradient_hooks
-        uses = any(place.meta.name in hooked for place in places_at(module, model))
+        uses = any(place.meta.name in hooked for place in places_at(_used_by(module), model))
         if not (uses or self.is_outer or (takes_parts and self.differs)):
             return False
         self._hook = module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
@@ -146,20 +162,37 @@ class StandaloneCall:
         if running.own > 0:
             return None
         is_compiling = torch.compiler.is_compiling()
+        # What runs again in a backward pass was looked at when it ran, and so was what is in a module that runs alone.
+        if not is_compiling and (is_in_backward() or running.has_looked_at(self.path)):
+            return None
+        is_alone = self.is_whole_call and (self.is_outer or not is_compiling) and not self._is_inside(module)
         if not is_compiling:
-            hook_parameters(running.model, places_at(module, running.model))
-            if self.is_outer:
+            if is_alone:
+                self._look(module)
+            else:
+                hook_parameters(running.model, places_at(_used_by(module), running.model))
+            if is_alone or self.is_outer:
                 use_of_module(running.model)
-        if not self.is_whole_call or (is_compiling and not self.is_outer) or self._is_inside(module):
+        if not is_alone:
             return None
         running.alone = self.path
         if not is_compiling:
-            if not self.is_outer:
-                use_of_module(running.model)
-                self._follow(module)
-            self.hooks.wrap()
+            running.looked_at = self.path
             self.gathered.begin_part()
         return self._as_in_model(module, args, kwargs) if self.differs else None
+
+    def _look(self, module: nn.Module) -> None:
+        """Where a module that is called alone has changed, what is in it gets the hooks that it needs."""
+        if self._snapshot is not None and self._snapshot.is_current():
+            return
+        model, modules = self.running.model, [inner for _, inner in own_modules(module)]
+        places = list(places_at(modules, model))
+        hook_parameters(model, places)
+        if not self.is_outer:
+            self._follow(module)
+        self.hooks.wrap()
+        seen = Snapshot(model, modules, places)
+        self._snapshot = seen if seen.is_lasting else None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook: what the module gives is made whole, and may begin a backward pass."""
@@ -175,7 +208,7 @@ class StandaloneCall:
     def end(self, *_: Any) -> None:
         """Forward hook, also of a forward that failed."""
         if self.running.alone == self.path and self.running.own == 0:
-            self.running.alone = None
+            self.running.alone = self.running.looked_at = None
             self.gathered.end()
 
     def _as_in_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

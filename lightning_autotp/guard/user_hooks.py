@@ -30,18 +30,13 @@ class UserHooks:
     def __init__(self, model: nn.Module) -> None:
         self.model = model  # not its state: a deep copy of the model has one of its own
         self.places = [(path, ModuleHooks(module)) for path, module in model.named_modules() if path]
-        self.tables = [table for _, hooks in self.places for table in hooks.tables()]
-        self.numbers: list[int] = []  # of all hooks, when they were looked at last
 
-    def wrap(self, _: object = None) -> None:
+    def wrap(self) -> None:
         """Let those that were added see whole tensors.
 
         Raises:
             RuntimeError: for a hook that cannot be given whole tensors.
         """
-        numbers = list(chain(chain.from_iterable(HOOKS_OF_ALL_MODULES), chain.from_iterable(self.tables)))
-        if numbers == self.numbers:
-            return
         for hook in chain.from_iterable(table.values() for table in HOOKS_OF_ALL_MODULES):
             if _package(hook) not in _LIBRARIES:
                 raise RuntimeError(
@@ -51,7 +46,6 @@ class UserHooks:
                 )
         for path, hooks in self.places:
             self._wrap(path, hooks)
-        self.numbers = numbers
 
     def unwrap(self) -> None:
         """Let them see the ranks' parts again."""
@@ -60,7 +54,6 @@ class UserHooks:
                 for number, hook in registered.items():
                     if isinstance(hook, _SeesWhole):
                         registered[number] = hook.hook
-        self.numbers = []
 
     def _wrap(self, path: str, hooks: ModuleHooks) -> None:
         if hooks.backward.keys() - hooks.first and any(

@@ -357,7 +357,7 @@ def convert(x: Tensor, source: Layout, target: Layout, group: TPGroup) -> Tensor
     Raises:
         ValueError: for a pair of layouts between which there is no single conversion, or a tensor that does not fit.
     """
-    if source == target:
+    if source.letter == target.letter and source == target:
         return x
     pair = transition(source, target).pair
     shard = source if isinstance(source, Shard) else target
@@ -377,17 +377,17 @@ def copy_to_tensor_parallel(x: Tensor, group: TPGroup) -> Tensor:
 
     Use it once for all the consumers of a tensor: the backward's one all-reduce then sums what they return together.
     """
-    return convert(x, Invariant(), Replicate(), group)
+    return _Transition.apply(x, ("I", "R"), group, 0, None)
 
 
 def all_reduce(x: Tensor, group: TPGroup) -> Tensor:
     """P → I, Megatron's *g*: the sum over the ranks, the same on every rank."""
-    return convert(x, Partial(), Invariant(), group)
+    return _Transition.apply(x, ("P", "I"), group, 0, None)
 
 
 def all_reduce_replicate(x: Tensor, group: TPGroup) -> Tensor:
     """P → R: the sum over the ranks, which they will use differently; the gradient is summed as well."""
-    return convert(x, Partial(), Replicate(), group)
+    return _Transition.apply(x, ("P", "R"), group, 0, None)
 
 
 def all_gather(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
@@ -412,7 +412,7 @@ def reduce_scatter(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
 
 def keep_once(x: Tensor, group: TPGroup) -> Tensor:
     """I → P: an addend that counts once in a sum over the ranks (a bias): the tensor on rank 0, zeros elsewhere."""
-    return convert(x, Invariant(), Partial(), group)
+    return _Transition.apply(x, ("I", "P"), group, 0, None)
 
 
 def _only_dim(shard: Shard, x: Tensor, group: TPGroup) -> tuple[int, Ownership]:

@@ -170,7 +170,7 @@ class ColumnParallelLinear(_CutLinear):
         """``[batch, ..., in] -> [batch, ..., out/tp]``; see the class for the flags. Collective."""
         self.note_run()
         if not self.input_is_replicated:
-            input = replicate(input, self.group, (self,))
+            input = replicate(input, self.group, (self,) if float8_of(self) is None else ())
         output = product(input, self, self.group)
         if self.gather_output:
             output = all_gather(output, self.group, Shard(((output.dim() - 1, self.ownership),)))

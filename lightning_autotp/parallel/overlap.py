@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from lightning_autotp.layouts.transitions import transition
 from lightning_autotp.layouts.types import Invariant, Replicate, Shard
 from lightning_autotp.parallel.collectives import begin_backward, begin_gather, convert, transition_backward, wait
 from lightning_autotp.parallel.float8 import local_product
@@ -53,28 +52,17 @@ from lightning_autotp.quantized.float8 import float8_of
 from lightning_autotp.ranks.group import TPGroup
 
 _WHOLE = Invariant()
-_WEIGHTS = "autotp_weights"
-_GATHERED = "autotp_gathered"
+_NOTE = "autotp_region"
 
 
 class _Left:
-    """What a product leaves in a backward pass for its weight's gradient, until that is computed in the same pass."""
+    """What a product leaves in a backward pass for its weight's gradient, until that is computed in the same pass.
 
-    def __init__(self) -> None:
-        self._left: tuple[int, Tensor, Callable[[], Tensor]] | None = None
+    Attributes:
+        values: the number of the pass, the gradient of the result, and what gives the input.
+    """
 
-    def leave(self, grad: Tensor, x: Callable[[], Tensor]) -> None:
-        """Leave the gradient of the result and the input."""
-        self._left = backward_pass(), grad, x
-
-    def gradient(self, given: Tensor | None) -> Tensor | None:
-        """The weight's gradient, where autograd has this of it: what else depends on the weight."""
-        left, self._left = self._left, None
-        if left is None or left[0] != backward_pass():  # the weight's part in a derivative of the input's gradient
-            return given
-        _, grad, x = left
-        own = _weight_gradient(grad, x())
-        return own if given is None else own + given
+    values: tuple[int, Tensor, Callable[[], Tensor]] | None = None
 
 
 class _Gathering:
@@ -148,6 +136,21 @@ class _Gathered:
         self._under_way.clear()
 
 
+class _Note:
+    """What is noted on a tensor that column-parallel layers may take.
+
+    Args:
+        gathered: how it was gathered, and this rank's part of it, if it was.
+
+    Attributes:
+        weights: of each layer that is to take it, ``W_i`` and what the product leaves in; ``None`` once it has.
+    """
+
+    def __init__(self, gathered: tuple[_Gathered, Tensor] | None) -> None:
+        self.gathered = gathered
+        self.weights: dict[nn.Module, tuple[Tensor, _Left] | None] = {}
+
+
 class _Wait(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -161,12 +164,11 @@ class _Wait(Function):
 class _Launch(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Invariant | Shard, group: TPGroup) -> Tensor:
-        pair = transition(source, Replicate()).pair
         if isinstance(source, Invariant):
-            ctx.where = pair, group, 0, None
+            ctx.where = ("I", "R"), group, 0, None
             return x.view_as(x)
         ((dim, ownership),) = source.dims
-        ctx.where = pair, group, dim, ownership
+        ctx.where = ("S", "R"), group, dim, ownership
         return convert(x, source, Replicate(), group)
 
     @staticmethod
@@ -186,7 +188,12 @@ class _Later(Function):
 
     @staticmethod
     def backward(ctx: Any, given: Tensor | None) -> tuple[Tensor | None, None]:
-        return ctx.left.gradient(given), None
+        left, ctx.left.values = ctx.left.values, None
+        if left is None or left[0] != backward_pass():  # the weight's part in a derivative of the input's gradient
+            return given, None
+        _, grad, x = left
+        own = _weight_gradient(grad, x())
+        return own if given is None else own + given, None  # what else depends on the weight
 
 
 class _Product(Function):
@@ -216,7 +223,7 @@ class _Product(Function):
         if ctx.left is None:
             of_weight = _weight_gradient(grad, x())
         else:
-            ctx.left.leave(grad, x)
+            ctx.left.values = backward_pass(), grad, x
         return of_x, None, of_weight, grad.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None
 
 
@@ -235,29 +242,31 @@ def replicate(x: Tensor, group: TPGroup, layers: Iterable[nn.Linear], source: In
     Args:
         x: ``[batch, ..., in]``, or this rank's part of it.
         group: the tensor-parallel group.
-        layers: column-parallel layers, ``[out/tp, in]``.
+        layers: column-parallel layers, ``[out/tp, in]``, none of them in float8.
         source: the tensor's layout.
     """
     if not x.requires_grad or not _is_recorded(x):
         return convert(x, source, Replicate(), group)
-    gathered = _gathered(x)
-    trained = [layer for layer in layers if _is_split(layer) and layer.weight.requires_grad]
+    note, is_cast = _Note(_gathered(x)), torch.is_autocast_enabled(x.device.type)
     x = _Wait.apply(x)
-    weights: dict[nn.Module, tuple[Tensor, _Left] | tuple[None, None]] = {}
-    for layer in trained:
-        left = _Left()
-        weights[layer] = _Later.apply(_cast(layer.weight), left), left
+    for layer in layers:
+        weight = layer.weight
+        if weight.requires_grad and type(weight) in _SPLIT:
+            left = _Left()
+            note.weights[layer] = _Later.apply(_cast(weight) if is_cast else weight, left), left
     x = _Launch.apply(x, source, group)
-    setattr(x, _WEIGHTS, weights)
-    if gathered is not None:  # before it came here
-        setattr(x, _GATHERED, gathered)
+    setattr(x, _NOTE, note)
     return x
 
 
 def note_gathered(whole: Tensor, part: Tensor, source: Shard, group: TPGroup) -> None:
     """Note on a gathered tensor how to gather it again: then :func:`product` keeps the part. Not collective."""
     if _is_recorded(whole):
-        setattr(whole, _GATHERED, (_Gathered(source, group), part))
+        gathered, note = (_Gathered(source, group), part), getattr(whole, _NOTE, None)
+        if note is None:
+            setattr(whole, _NOTE, _Note(gathered))
+        else:
+            note.gathered = gathered
 
 
 def product(x: Tensor, layer: nn.Linear, group: TPGroup) -> Tensor:
@@ -265,27 +274,31 @@ def product(x: Tensor, layer: nn.Linear, group: TPGroup) -> Tensor:
 
     Not collective, but where the layer computes in float8; the backward pass is, if the input was gathered.
     """
-    weights: dict[nn.Module, tuple[Tensor, _Left] | tuple[None, None]] = getattr(x, _WEIGHTS, {})
-    how = _gathered(x) if _is_recorded(x) and layer.weight.requires_grad else None
-    gathered, part = how or (None, None)
-    if layer not in weights and (gathered is None or not _is_split(layer)):
-        return local_product(x, layer, ("out",), group, layer.bias)
-    weight, left = weights.get(layer, (None, None))
-    if weight is None:
-        weight = _cast(layer.weight)
-    else:
+    weight: Tensor = layer.weight
+    bias: Tensor | None = layer.bias
+    left: _Left | None = None
+    note: _Note | None = getattr(x, _NOTE, None) if torch.is_grad_enabled() else None
+    if note is not None and layer in note.weights:
+        how = None if note.gathered is None or torch.compiler.is_compiling() else note.gathered
         # A second call has a gradient of its own. It is the same node, for it may be the first one computed again
         # (checkpointing), which must keep the same tensors.
-        weights[layer] = None, None
-    bias = None if layer.bias is None else _cast(layer.bias)
+        noted, note.weights[layer] = note.weights[layer], None
+        if noted is not None:
+            weight, left = noted
+    else:
+        how = _gathered(x) if _is_recorded(x) and weight.requires_grad else None
+        if how is None or type(weight) not in _SPLIT or float8_of(layer) is not None:
+            return local_product(x, layer, ("out",), group, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight, bias = _cast(x), _cast(weight), None if bias is None else _cast(bias)
+    gathered, part = how or (None, None)
     if gathered is not None:
         gathered.used(weight.dtype)
-    return _Product.apply(_cast(x), part, weight, bias, left, gathered)
+    return _Product.apply(x, part, weight, bias, left, gathered)
 
 
-def _is_split(layer: nn.Linear) -> bool:
-    """Whether the layer's weight gradient is computed apart from the rest of its backward pass."""
-    return type(layer.weight) in (Tensor, nn.Parameter, FakeTensor) and float8_of(layer) is None
+_SPLIT = Tensor, nn.Parameter, FakeTensor
+"""Types of weights whose gradient may be computed apart from the rest of a backward pass."""
 
 
 def _is_recorded(x: Tensor) -> bool:
@@ -294,13 +307,13 @@ def _is_recorded(x: Tensor) -> bool:
 
 def _gathered(x: Tensor) -> tuple[_Gathered, Tensor] | None:
     """What was noted on a tensor, or on the one that it is a reshaped view of: how it was gathered, and the part."""
+    note: _Note | None = getattr(x, _NOTE, None)
     base = base_of(x)
-    if hasattr(x, _GATHERED) or base is None:
-        return getattr(x, _GATHERED, None)
-    return getattr(base, _GATHERED, None) if base.numel() == x.numel() and x.is_contiguous() else None
+    if base is not None and (note is None or note.gathered is None):
+        note = getattr(base, _NOTE, None) if base.numel() == x.numel() and x.is_contiguous() else None
+    return None if note is None else note.gathered
 
 
 def _cast(tensor: Tensor) -> Tensor:
     """The tensor as autocast gives it to a product."""
-    kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

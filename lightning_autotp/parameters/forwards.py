@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_autotp.parameters.state import ParallelState, own_modules
+from lightning_autotp.parameters.state import ParallelState
 
 
 def forward_of(module: nn.Module) -> Any:
@@ -27,10 +27,10 @@ def wrapped_in(function: Any) -> Iterator[Any]:
             function = function.func if isinstance(function, partial) else getattr(function, "__wrapped__", None)
 
 
-def other_forwards(model: nn.Module, state: ParallelState) -> Iterator[str]:
+def other_forwards(model: nn.Module, modules: dict[str, nn.Module], state: ParallelState) -> Iterator[str]:
     """Modules of a parallel model that run by something else than when it was divided, and not by a wrapper of that."""
     is_replaced = False
-    for path, module in own_modules(model):
+    for path, module in modules.items():
         was, now = state.forwards.get(module), forward_of(module)
         # Lightning's own redirects a single call to another method of the model, and is gone before that runs.
         if was is None or was in wrapped_in(now) or str(getattr(now, "__module__", "")).startswith("lightning."):

@@ -35,8 +35,8 @@ def check_unchanged(model: nn.Module) -> list[ParameterPlace]:
             of which nothing is known, that are gone, of another shape than this rank's part, or tied otherwise than
             before.
     """
-    state = parallel_state(model)
-    refuse_changes(model, [*_other_modules(model, state), *other_forwards(model, state)])
+    state, modules = parallel_state(model), dict(own_modules(model))
+    refuse_changes(model, [*_other_modules(model, modules, state), *other_forwards(model, modules, state)])
     places = state.places(model)
     here = {place.name for place in places}
     gone = [name for name in state.metas if name not in here and name.rpartition(".")[0] in state.modules]
@@ -47,9 +47,8 @@ def check_unchanged(model: nn.Module) -> list[ParameterPlace]:
     return places
 
 
-def _other_modules(model: nn.Module, state: ParallelState) -> Iterator[str]:
+def _other_modules(model: nn.Module, modules: dict[str, nn.Module], state: ParallelState) -> Iterator[str]:
     """Modules that are not where they were when the model was divided. Others may have been put around them."""
-    modules = dict(own_modules(model))
     before = {path: state.path(module) if module is not model else "" for path, module in modules.items()}
     places: dict[str, str] = {}  # where a module is but for what was put around it
     for path in modules:

@@ -215,9 +215,8 @@ def neg_view(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor)
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of, the same object with the attributes it was given. Nothing public."""
-    return tensor._base
+base_of: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["_base"].__get__
+"""The tensor that this one is a view of, the same object with the attributes it was given. Nothing public."""
 
 
 def own_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -534,9 +533,8 @@ def is_in_backward() -> bool:
     return backward_pass() != -1
 
 
-def backward_pass() -> int:
-    """The number of the backward pass that is running in this thread; -1 if none is. Nothing public."""
-    return torch._C._current_graph_task_id()
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that is running in this thread; -1 if none is. Nothing public."""
 
 
 def next_node() -> int:
@@ -589,9 +587,10 @@ class ModuleHooks:
         self.backward: dict[int, Callable[..., Any]] = module._backward_hooks
         self.first = frozenset((*self.before, *self.after, *self.backward))
 
-    def tables(self) -> tuple[Mapping[int, Any], ...]:
-        """What holds the hooks, now and later, by number; another hook has another number."""
-        return self.before, self.after, self.backward
+
+def module_hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """What holds a module's hooks, now and later, by number; another hook has another number. Nothing public."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_hooks
 
 
 HOOKS_OF_ALL_MODULES: tuple[Mapping[int, Callable[..., Any]], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
 import lightning_autotp
 from lightning_autotp import parallelize
@@ -26,6 +28,7 @@ from lightning_autotp.guard.guard import Guard, guard_of
 from lightning_autotp.guard.standalone import StandaloneCall
 
 PACKAGE = Path(lightning_autotp.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "what-happens-in-a-step.md"
 LOOKS = ("guard/guard.py", "guard/standalone.py", "guard/user_hooks.py", "parameters/snapshot.py",
          "parameters/unchanged.py", "parameters/writes.py", "parameters/state.py", "proving/new_calls.py",
          "proving/call_kinds.py", "proving/configs.py", "proving/attributes.py", "gradients/sums.py")  # fmt: skip
@@ -52,6 +55,17 @@ def python_calls(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
         run()
     finally:
         sys.setprofile(None)
+    return found
+
+
+def looks(calls: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
+    return Counter({at: n for at, n in calls.items() if at[0] in LOOKS or at[1].startswith(PRIVATE_LOOKS)})
+
+
+def by_file(calls: Counter[tuple[str, str]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (file, _), count in calls.items():
+        found[file] += count
     return found
 
 
@@ -203,9 +217,12 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
         model = parallelize(model, dist.group.WORLD, example_inputs=inputs)
     for _ in range(2):  # the first one is compared between the ranks
         model(**inputs).loss.backward()
-    forward = python_calls(lambda: model(**inputs))
+    losses: list[Tensor] = []
+    forward = python_calls(lambda: losses.append(model(**inputs).loss))
+    backward = python_calls(losses[0].backward)
     found: dict[str, Any] = {
-        "forward": {at: n for at, n in forward.items() if at[0] in LOOKS or at[1].startswith(PRIVATE_LOOKS)},
+        "calls": {"forward": by_file(forward), "backward": by_file(backward)},
+        "forward": looks(forward),
         "hooked modules": sum(is_hooked(module) for module in model.modules() if not isinstance(module, nn.ModuleList)),
         "marked": sum(type(parameter.grad) is not torch.Tensor for parameter in model.parameters()),
     }
@@ -215,6 +232,11 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
             optimizer.step()
             found[f"{name}, {foreach}"] = dict(python_calls(optimizer.step))
     found["clipping"] = dict(python_calls(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+    ids = inputs["input_ids"]
+    model.model(ids)  # the first one is looked at
+    found["alone"] = looks(python_calls(lambda: model.model(ids)))
+    hidden = checkpoint(lambda: model.model(ids).last_hidden_state, use_reentrant=False)
+    found["again"] = looks(python_calls(hidden.sum().backward))
     guard_of(model).remove()
     found["left behind"] = differing(model, unguarded)
     found["loss"] = model(**inputs).loss.item(), model.save_pretrained.__name__
@@ -247,13 +269,32 @@ def assert_as_many_looks(small: Any, large: Any) -> None:
         assert many["forward"].pop(hooked) == many["hooked modules"] > few["hooked modules"]
         looks = (
             "guard/guard.py",
-            "guard/user_hooks.py",
             "parameters/snapshot.py",
             "parameters/writes.py",
             "proving/new_calls.py",
         )
         assert {file for file, _ in few["forward"]} >= set(looks)
         assert few["forward"] == many["forward"]
+
+
+@pytest.mark.parametrize("run", ["alone", "again"])
+def test_nor_are_they_where_a_base_model_is_called_alone_or_computed_again(small: Any, large: Any, run: str) -> None:
+    """Every hooked module in it only asks whether it has to be looked at."""
+    for few, many in zip(small, large, strict=True):
+        asked = ("StandaloneCall.before", "ForwardDepth.has_looked_at")[: 2 if run == "alone" else 1]
+        for name in asked:
+            at = "guard/standalone.py", name
+            assert many[run].pop(at) - few[run].pop(at) == many["hooked modules"] - few["hooked modules"]
+        assert few[run] == many[run]
+
+
+def test_a_layer_takes_no_more_python_calls_than_the_page_on_a_step_says(small: Any, large: Any) -> None:
+    said = re.search(r"at most \*\*(\d+)\*\*\s+in its forward and \*\*(\d+)\*\* in its backward", PAGE.read_text())
+    assert said
+    for few, many in zip(small, large, strict=True):
+        for run, most in zip(("forward", "backward"), said.groups(), strict=True):
+            of_a_layer = many["calls"][run] - few["calls"][run]
+            assert 0 < of_a_layer.total() <= int(most), of_a_layer
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
