@@ -26,6 +26,7 @@ _AGREED = "autotp_agreed"
 """Of an error the names of groups all of whose ranks have one."""
 
 Made = TypeVar("Made")
+Failure = TypeVar("Failure", bound=Exception)
 
 
 class PeerError(RuntimeError):
@@ -43,7 +44,7 @@ class MissingRank(RuntimeError):
 
 
 class Raised(NamedTuple):
-    """How :func:`raise_together` has raised an error.
+    """How :func:`raise_together` or :func:`raised_by_all` has raised an error.
 
     Attributes:
         first: the first rank of the group with an error of the same words.
@@ -133,14 +134,24 @@ def _agree(error: Exception | None, made: Any, group: dist.ProcessGroup | None, 
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if error is not None:
         if dist.is_initialized():
-            first, is_everyone = failures.index(own), dist.get_world_size(group) == dist.get_world_size()
-            vars(error)[_RAISED] = Raised(first, first == dist.get_rank(group), is_everyone)
+            _note_raised(error, failures.index(own), group)
     elif failed:
         error = peer_error(failed, len(failures), phase)
     if error is not None:
         vars(error)[_AGREED] = (*vars(error).get(_AGREED, ()), name)
         raise error
     return [each for _, each in answers]
+
+
+def raised_by_all(error: Failure, group: dist.ProcessGroup | None) -> Failure:
+    """An error that every rank of a group is about to raise, in the same words: none is told. Not collective."""
+    _note_raised(error, 0, group)
+    return error
+
+
+def _note_raised(error: Exception, first: int, group: dist.ProcessGroup | None) -> None:
+    is_everyone = dist.get_world_size(group) == dist.get_world_size()
+    vars(error)[_RAISED] = Raised(first, first == dist.get_rank(group), is_everyone)
 
 
 def peer_error(failures: Mapping[int, str], ranks: int, phase: str) -> PeerError:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autotp.ranks.agreement import gather_objects, largest_of_all
+from lightning_autotp.ranks.agreement import gather_objects, largest_of_all, raised_by_all
 from lightning_autotp.ranks.description import DescribedItem, combined, describe, difference
 from lightning_autotp.ranks.drift import Drift
 from lightning_autotp.ranks.generators import default_generator
@@ -163,7 +163,7 @@ class ReplicaConsistency:
         accounts = dict(zip(numbers, gather_objects(self._account(), everyone), strict=True))
         groups = sorted({account.ranks for account in accounts.values()})
         found = [text for ranks in groups for text in explain({rank: accounts[rank] for rank in ranks})]
-        raise RuntimeError("\n".join(found))
+        raise raised_by_all(RuntimeError("\n".join(found)), everyone)
 
     def compare(self) -> None:
         """Compare at once, over this group. Collective.

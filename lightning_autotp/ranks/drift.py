@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autotp.ranks.agreement import gather_objects
+from lightning_autotp.ranks.agreement import gather_objects, raised_by_all
 from lightning_autotp.ranks.extremes import LOWEST, are_alike, bounds
 from lightning_autotp.ranks.fingerprints import sum_and_norm
 from lightning_autotp.ranks.host_copy import HostCopy
@@ -131,13 +131,14 @@ class Drift:
             f"  rank {rank}: {one.name}, of norm {one.norm:.7g} and sum {one.total:.7g}"
             for rank, one in zip(ranks, worst, strict=True)
         ]
-        raise RuntimeError(
+        error = RuntimeError(
             "a tensor that every rank of a tensor-parallel group has whole has become a different one on each:\n"
             + "\n".join(found)
             + "\nEach rank steps its own copy. Look for what does something else on one rank: a write on rank 0, a"
             " gradient that is clipped or scaled by a number of this rank's part, random numbers that are not the"
             " group's; or start again from a checkpoint, if nondeterministic kernels have caused it"
         )
+        raise raised_by_all(error, everyone)
 
 
 def _noted(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[list[str], HostCopy]]:

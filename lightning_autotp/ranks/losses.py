@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_autotp.ranks.agreement import gather_objects
+from lightning_autotp.ranks.agreement import gather_objects, raised_by_all
 from lightning_autotp.ranks.extremes import are_alike, bounds
 from lightning_autotp.ranks.host_copy import HostCopy
 
@@ -70,13 +70,14 @@ class Losses:
         said = gather_objects((where, self._total()), everyone)
         numbers = dist.get_process_group_ranks(everyone)
         found = [f"  rank {rank}: {total:.7g} (of {place})" for rank, (place, total) in zip(numbers, said, strict=True)]
-        raise RuntimeError(
+        error = RuntimeError(
             "the ranks of a tensor-parallel group have different losses, although they work on the same batches:\n"
             + "\n".join(found)
             + "\nSomething in the step depends on what only one rank has (a part of a parameter or of an"
             " activation, its number, a file, an environment variable), or takes another path on one rank."
             " AutoTPStrategy(checked_steps=-1) checks every step's use of parameters"
         )
+        raise raised_by_all(error, everyone)
 
     def _total(self) -> float:
         return sum(float(loss.value.read()) for loss in self._due)

@@ -196,9 +196,8 @@ class PeerWatch:
     def _report(self, text: str, error: BaseException) -> str | None:
         """Tell it, unless there is something of another rank, which is returned."""
         found = self._found()
-        if found is None and isinstance(error, RuntimeError):
-            # Perhaps of a collective: a process that is killed loses its connections before it is gone; one that is
-            # stopped lets it time out.
+        if found is None and _may_be_of_a_collective(error):
+            # A process that is killed loses its connections before it is gone; one that is stopped lets it time out.
             time.sleep(INTERVAL)
             found = self._found(stopped_for=0.0)
         if found is not None:
@@ -362,6 +361,12 @@ class PeerWatch:
             if is_printed:
                 return True
         return False
+
+
+def _may_be_of_a_collective(error: BaseException) -> bool:
+    """Whether a collective may have failed with it, because of another process: its words are the backend's own."""
+    is_of_this_package = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return isinstance(error, MissingRank) or (isinstance(error, RuntimeError) and not is_of_this_package)
 
 
 def _in_short(error: BaseException) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-from distributed import PATIENCE, run_python
+from distributed import run_python
 from tiny import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,8 +17,7 @@ from lightning_autotp.layouts.plan import Plan
 def test_command_needs_only_the_config(tmp_path: Path) -> None:
     tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     output = tmp_path / "plan.json"
-    command = [sys.executable, "-m", "lightning_autotp.cli", "plan", str(tmp_path), "--tp", "2", "--json", str(output)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), "--tp", "2", "--json", str(output))
     assert result.returncode == 0, result.stderr
     assert "all_reduce" in result.stdout
     said = (line.partition("lightning_autotp: ") for line in result.stderr.splitlines())

@@ -16,33 +16,48 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 __all__ = ["tiny"]  # a fixture
 
 
-@pytest.mark.slow
-def test_finetune_follows_one_process_and_leaves_what_it_promises(tiny: Path, tmp_path: Path) -> None:
-    output = run(
-        str(ROOT / "examples/finetune.py"),
-        *("--model", str(tiny), "--text", str(tiny / "text.txt"), "--output-dir", "out", "--compare"),
+FINETUNE = str(ROOT / "examples/finetune.py")
+
+
+def finetuned(tiny: Path) -> tuple[str, ...]:
+    """The options of a short training."""
+    return (
+        *("--model", str(tiny), "--text", str(tiny / "text.txt"), "--output-dir", "out"),
         *("--max-steps", "8", "--learning-rate", "1e-2", "--sequence-length", "32"),
-        cwd=tmp_path,
     )
-    losses = read_losses(tmp_path / "out/metrics.csv")
-    reference = read_losses(tmp_path / "out/one-process/metrics.csv")
+
+
+def assert_finetuned(output: str, tiny: Path, folder: Path) -> None:
+    losses = read_losses(folder / "out/metrics.csv")
+    reference = read_losses(folder / "out/one-process/metrics.csv")
     assert len(losses) == 8
     assert largest_difference(losses, reference) <= 1e-5
     assert losses[-1] < losses[0] - 0.5
     assert "k_proj" in output, "the plan is printed"
-    assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "out/loss.png").read_bytes().startswith(b"\x89PNG")
 
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
+    saved = AutoModelForCausalLM.from_pretrained(folder / "out/model")
     before = AutoModelForCausalLM.from_pretrained(tiny)
     assert saved.config.num_attention_heads == 9
     assert {name: weight.shape for name, weight in saved.state_dict().items()} == {
         name: weight.shape for name, weight in before.state_dict().items()
     }
     assert not torch.equal(saved.lm_head.weight, before.lm_head.weight)
-    checkpoint = torch.load(tmp_path / "out/checkpoint.ckpt", weights_only=True)
+    checkpoint = torch.load(folder / "out/checkpoint.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 8
     weight = checkpoint["state_dict"]["model.model.layers.0.self_attn.k_proj.weight"]
     torch.testing.assert_close(weight, saved.model.layers[0].self_attn.k_proj.weight.detach(), rtol=0, atol=0)
+
+
+def test_finetune_follows_one_process_and_leaves_what_it_promises(tiny: Path, tmp_path: Path) -> None:
+    alone = ("--strategy", "auto", "--devices", "1", "--no-save", "--output-dir", "out/one-process")
+    run_script(FINETUNE, *finetuned(tiny), *alone, ranks=1, cwd=tmp_path)
+    assert_finetuned(run_script(FINETUNE, *finetuned(tiny), ranks=2, cwd=tmp_path), tiny, tmp_path)
+
+
+@pytest.mark.nightly  # by day test_starts.py has a script that starts its ranks
+def test_finetune_starts_its_ranks_and_compares_them_with_one_process_itself(tiny: Path, tmp_path: Path) -> None:
+    assert_finetuned(run(FINETUNE, *finetuned(tiny), "--compare", cwd=tmp_path), tiny, tmp_path)
 
 
 def test_cli_takes_the_strategy_from_a_configuration(tiny: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from trainer_ranks import run_trainer_ranks
 from training import Task, loader, trainer
 
 from lightning_autotp import AutoTPStrategy
+from lightning_autotp.guard.checked import UnsoundUse
 from lightning_autotp.private.lightning_private import DeferredSignals
 from lightning_autotp.ranks import peers, started
 from lightning_autotp.ranks.agreement import MissingRank, PeerError
@@ -518,6 +519,25 @@ def test_an_error_without_another_failure_is_its_own_cause(
         found.note_printed()
         assert store.check(["printed"])
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"), [(RuntimeError(LOST), True), (MissingRank("no"), True), (UnsoundUse("no"), False)]
+)
+def test_only_after_what_a_collective_may_have_raised_others_are_waited_for(
+    error: Exception, waits: bool, other: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be about to die, and that is the cause then."""
+    peer, process = other(1)
+    monkeypatch.setattr(PeerWatch, "_watch", lambda _: None)  # nobody else looks
+
+    def dies_meanwhile(_: float) -> None:
+        process.kill()
+        process.wait()
+
+    with watch([peer], monkeypatch) as (found, store, _), mock.patch.object(peers.time, "sleep", dies_meanwhile):
+        found.report(error)
+        assert store.get("failed").decode().startswith(f"{peer if waits else found._own} ")
 
 
 def test_of_a_process_that_is_gone_nobody_asks_for_its_store(

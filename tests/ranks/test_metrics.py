@@ -192,7 +192,7 @@ def all_of_it(rank: int, ranks: int) -> tuple[int, Any]:
     return every_case(rank, ranks), bytes_on_the_wire(rank, ranks)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_sharded_logits_give_torchmetrics_values_and_send_tokens_only(ranks: int) -> None:
     tokens = 3 * 11
     for done, wire in run_ranks(all_of_it, ranks):

@@ -27,11 +27,12 @@ from training import error_of, trainer
 
 from lightning_autotp import AutoTPStrategy, full_state_dict
 from lightning_autotp.parameters.local_blocks import fill
-from lightning_autotp.ranks.agreement import largest_of_all
+from lightning_autotp.ranks.agreement import Raised, largest_of_all
 from lightning_autotp.ranks.consistency import ReplicaConsistency
 from lightning_autotp.ranks.description import LONGEST, ROW, ROWS, checksum, describe, difference
 from lightning_autotp.ranks.drift import Drift
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.ranks.losses import Losses
 from lightning_autotp.ranks.random_numbers import own_numbers
 
 WIDTH = 6
@@ -178,7 +179,25 @@ def compared(rank: int, world_size: int) -> dict[str, Any]:
         if rank == 2:
             change(values["tensor 37"])
         seen[name] = [outcome(comparison) for comparison in drifts(values)]
+
+    common.note(tokens + rank, "batch 10")
+    losses = Losses()
+    losses.note(tokens.float().sum() + rank, "batch 10")
+    losses.settle(largest_of_all(losses.bounds(), group), group)  # from the next comparison on
+    last = drifts({"a": torch.ones(3) + rank})
+    seen["raised"] = [
+        raised(common.compare),
+        raised(lambda: losses.settle(largest_of_all(losses.bounds(), group), group)),
+        raised(lambda: [comparison() for comparison in last]),
+    ]
     return seen
+
+
+def raised(compare: Callable[[], object]) -> Raised | None:
+    """How the error was raised that a comparison ends with."""
+    with pytest.raises(RuntimeError) as error:
+        compare()
+    return Raised.how(error.value)
 
 
 def drifts(values: dict[str, Tensor]) -> Iterator[Callable[[], None]]:
@@ -196,6 +215,10 @@ def drifts(values: dict[str, Tensor]) -> Iterator[Callable[[], None]]:
 def three() -> list[dict[str, Any]]:
     """What each of three ranks saw."""
     return run_ranks(compared, 3)
+
+
+def test_an_error_that_all_ranks_raise_is_told_to_none_and_printed_by_the_first() -> None:
+    assert [seen["raised"] for seen in three()] == [[Raised(0, rank == 0, True)] * 3 for rank in range(3)]
 
 
 @pytest.mark.parametrize("case", ["same", "same mapping type", "another order", "objects are not compared", "nothing"])

@@ -118,7 +118,7 @@ def other_sizes(four: list[dict[str, Any]], folder: Path) -> Callable[[int], lis
     return cache(lambda ranks: run_trainer_ranks(go_on, ranks, ranks, paths, str(folder / f"{ranks}.ckpt")))
 
 
-@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", nightly([1, 3, 4], [1, 4]))
 def test_other_sizes_go_on_from_the_checkpoints(
     other_sizes: Callable[[int], list[list[dict[str, Any]]]], folder: Path, ranks: int
 ) -> None:
@@ -134,7 +134,7 @@ def test_other_sizes_go_on_from_the_checkpoints(
             assert_parity(run, wanted)
 
 
-@pytest.mark.parametrize("sizes", [(1, 3), pytest.param((4,), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("sizes", nightly([(3,), (1, 4)], [(1, 4)]))
 def test_two_ranks_go_on_from_the_checkpoints_of_other_sizes(
     other_sizes: Callable[[int], list[list[dict[str, Any]]]], folder: Path, sizes: tuple[int, ...]
 ) -> None:

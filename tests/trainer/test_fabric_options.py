@@ -35,10 +35,12 @@ from lightning_autotp.ranks.consistency import ReplicaConsistency
 WAYS = ("not", "wrapped")
 REPEATS = ("wrapper kept", "in place", "blocks before", "blocks after", "wrapped with tokens")
 """For nightly tests: ``test_compile.py`` has the like of them under the Trainer."""
+LOADED_IN_PLACE = ("wrapped", "blocks before", "blocks after")
+"""What is loaded into the same model: another one would be compiled anew."""
 
 
 def compiled(fabric: Any, way: str, folder: Path) -> dict[str, Any]:
-    """Two steps of a model that is compiled in some way, and two of what has loaded its checkpoint, perhaps another."""
+    """Two steps of a model that is compiled in some way, and two of what has loaded its checkpoint, or another one."""
     torch._dynamo.reset()
     counters.clear()
 
@@ -73,7 +75,7 @@ def compiled(fabric: Any, way: str, folder: Path) -> dict[str, Any]:
         optimizer.zero_grad()
         if number == 1:
             fabric.save(path, {"model": model, "optimizer": optimizer})
-            if not way.startswith("blocks"):
+            if way not in LOADED_IN_PLACE:
                 made, model, optimizer = set_up()
             fabric.load(path, {"model": model, "optimizer": optimizer})
     state = full_state_dict(made) if hasattr(made, "autotp") else made.state_dict()

@@ -142,7 +142,7 @@ def outcome(of: Whole | Divided, targets: Tensor, before: str, options: Any) -> 
     return loss.detach(), list(torch.autograd.grad(loss, sources(of), upstream))
 
 
-@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_option_equals_one_process(number: int) -> None:
     assert all(count > 400 for count in run_ranks(every_option, number))
 

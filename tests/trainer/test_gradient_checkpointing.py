@@ -57,9 +57,11 @@ WITHOUT = [(family, "none") for family in FAMILIES]
 CASES = [(family, kind) for family, (_, kinds) in FAMILIES.items() for kind in kinds[1:]]
 REPEATS = {
     *(("gpt2", kind) for kind in ("reentrant", "by the strategy", "offloaded")),
-    ("written by hand", "offloaded"), ("branches", "reentrant"),
+    ("written by hand", "offloaded"), ("branches", "reentrant"), ("branches", "by the strategy"),
+    ("llama", "auto, without"),
 }  # fmt: skip
-"""For nightly tests: another model in a way in which Llama and one more are trained daily."""
+"""For nightly tests: another model in a way in which Llama and one more are trained daily, and no room for what is
+recomputed without parameters in host memory, as with them."""
 
 
 class Output(NamedTuple):

@@ -108,9 +108,11 @@ def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
         seen["prefix"] = learn_prefix(directory, 2, keep_whole=["*.self_attn.*"])
         seen["prefix in parts"] = error_of(learn_prefix, directory, 2)
         seen["no adapter"] = error_of(save_adapter, nn.Linear(2, 2), directory / "none")
-    else:
-        seen["resumed"] = tune("lora", directory, devices, ckpt_path=directory / "half.ckpt")
     return seen
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    return tune("lora", Path(folder), 3, ckpt_path=Path(folder) / "half.ckpt")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +127,8 @@ def two(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def three(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def three(folder: Path) -> list[dict[str, Any]]:
+    """For nightly tests."""
     return run_trainer_ranks(ranks, 3, THREE_RANKS, 3, str(folder))
 
 
@@ -182,20 +185,23 @@ def test_only_the_adapter_changes(case: str, folder: Path, wanted: dict[str, dic
     assert max((before[name] - after[name]).abs().max() for name in changed) > 1e-3
 
 
-def test_a_run_goes_on_at_another_size(three: list[dict[str, Any]], folder: Path) -> None:
+@pytest.mark.usefixtures("two")
+def test_a_run_goes_on_at_another_size(folder: Path) -> None:
     """What two ranks saved, on three ranks and in one process."""
     alone = tune("lora", folder, 1, ckpt_path=folder / "half.ckpt")
     assert len(alone["losses"]) == STEPS // 2
-    for seen in three:
-        assert_parity(seen["resumed"], alone)
+    for seen in run_trainer_ranks(resumed, 3, str(folder)):
+        assert_parity(seen, alone)
 
 
 @pytest.mark.parametrize(
-    ("case", "devices"), [*((case, 2) for case in TWO_RANKS), *((case, 3) for case in THREE_RANKS)]
+    ("case", "devices"),
+    [*((case, 2) for case in TWO_RANKS), *(pytest.param(case, 3, marks=pytest.mark.nightly) for case in THREE_RANKS)],
 )
 def test_the_saved_adapter_is_pefts_own(
-    case: str, devices: int, folder: Path, two: Any, three: Any, wanted: dict[str, dict[str, Any]]
+    case: str, devices: int, folder: Path, wanted: dict[str, dict[str, Any]], request: pytest.FixtureRequest
 ) -> None:
+    trained = request.getfixturevalue("two" if devices == 2 else "three")
     saved = folder / f"{case} of {devices}"
     assert {path.name for path in saved.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     L.seed_everything(3, verbose=False)
@@ -210,7 +216,7 @@ def test_the_saved_adapter_is_pefts_own(
     assert config["r"] == 4
     assert config["inference_mode"]
     got = loaded.state_dict()
-    for name, weight in (two if devices == 2 else three)[0][case]["weights"].items():
+    for name, weight in trained[0][case]["weights"].items():
         if name in wanted[case]["trainable"]:
             assert torch.equal(got[name.removeprefix("model.")], weight)
 

@@ -223,15 +223,26 @@ def test_a_plain_module_with_parts_of_the_lightning_module_around_it(two: list[d
         assert seen["regression"]["random"] == wanted["random"]  # after another run, with no seed of its own
 
 
-def test_two_ranks_checkpoint_resumes_on_one_two_and_four_as_if_one_process_had_written_it(
-    two: list[dict[str, Any]], four: list[dict[str, Any]], reference: dict[str, Any], folder: Path
+@pytest.fixture(scope="module")
+def resumed(reference: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One process's second half of the run."""
+    found = seeded("auto", 1, str(folder / "source"), ckpt_path=folder / "alone.ckpt")
+    assert len(found["losses"]) == STEPS // 2 < len(reference["losses"])
+    return found
+
+
+def test_two_ranks_checkpoint_resumes_on_one_and_two_as_if_one_process_had_written_it(
+    two: list[dict[str, Any]], resumed: dict[str, Any], folder: Path
 ) -> None:
-    source = str(folder / "source")
-    wanted = seeded("auto", 1, source, ckpt_path=folder / "alone.ckpt")
-    assert len(wanted["losses"]) == STEPS // 2
-    in_one_process = seeded("auto", 1, source, ckpt_path=folder / "half.ckpt")
-    for seen in (two[0]["resumed"], two[1]["resumed"], four[0]["resumed"], four[3]["resumed"], in_one_process):
-        assert_parity(seen, wanted)
+    in_one_process = seeded("auto", 1, str(folder / "source"), ckpt_path=folder / "half.ckpt")
+    for seen in (two[0]["resumed"], two[1]["resumed"], in_one_process):
+        assert_parity(seen, resumed)
+
+
+@pytest.mark.nightly  # by day test_data_parallel.py goes on at other sizes
+def test_two_ranks_checkpoint_resumes_on_four(four: list[dict[str, Any]], resumed: dict[str, Any]) -> None:
+    for seen in (four[0], four[3]):
+        assert_parity(seen["resumed"], resumed)
 
 
 def test_the_checkpoint_is_an_ordinary_one(two: list[dict[str, Any]], folder: Path) -> None:
@@ -265,15 +276,17 @@ def test_a_report_has_what_a_step_takes(two: list[dict[str, Any]]) -> None:
         assert (on_h100.machine, on_h100.unknown) == ("H100", "")
 
 
-def test_logged_values_count_every_batch_once(
-    two: list[dict[str, Any]], four: list[dict[str, Any]], folder: Path
-) -> None:
+def test_logged_values_count_every_batch_once(two: list[dict[str, Any]], folder: Path) -> None:
     wanted = trainer("auto", 1).validate(Task(str(folder / "source")), loader(), verbose=False)
     for seen in two:
         assert seen["validated"][0] == pytest.approx(wanted[0], rel=1e-5)
         assert seen["validated"][0]["rows"] == 10
         assert seen["validated"][0]["ranks"] == 10
         assert seen["validated again"][0]["validation"] < wanted[0]["validation"]
+
+
+@pytest.mark.nightly  # by day copies count in test_evaluation.py
+def test_copies_log_every_batch_once(four: list[dict[str, Any]]) -> None:
     for seen in four:
         assert seen["validated"] == four[0]["validated"]
         assert seen["validated"][0]["rows"] == 10
@@ -285,6 +298,7 @@ def test_decisions_are_taken_by_all_ranks(two: list[dict[str, Any]]) -> None:
         assert seen["votes"] == [False, True, True, True, False, False]
 
 
+@pytest.mark.nightly  # by day copies train in test_data_parallel.py
 def test_copies_of_the_model_average_their_gradients(four: list[dict[str, Any]], folder: Path) -> None:
     first, peer, second, _ = (seen["copies"] for seen in four)
     assert torch.equal(torch.stack(first["batches"]), torch.stack(peer["batches"]))

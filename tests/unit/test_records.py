@@ -32,7 +32,7 @@ NOT_TORCH_S = "boundary", EXPERTS, KEPT, KERNEL_LOSS, KERNEL_LINEAR_LOSS
 
 MANY = 100
 """Examples. Tests of one fact of many operators take the first of them, and all at night, or where it is rare."""
-first_or_all = pytest.mark.parametrize("examples", [10, pytest.param(MANY, marks=pytest.mark.nightly)])
+first_or_all = pytest.mark.parametrize("examples", [6, pytest.param(MANY, marks=pytest.mark.nightly)])
 
 
 def having(fact: Callable[[Record], Any]) -> list[str]:

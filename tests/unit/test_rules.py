@@ -51,7 +51,7 @@ CONTRACTING = {
 }
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(40, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", [name for name in known_operators() if record(name).rule and name not in ELSEWHERE])
 def test_rule(name: str, examples: int) -> None:
     seen = prove(name, examples)
