@@ -271,31 +271,33 @@ class Tables:
             first = {t: self.first.get(t, t) for t in (*relation.inputs, *relation.outputs) if t in self.dims}
             scope = tuple(dict.fromkeys(first.values()))
             repeated = [(t, one) for t, one in first.items() if t != one]
-            description = None
-            if self.planned is None and not repeated and not self._is_shown(relation.operator):
-                of_tensor = partial(self._of_tensor, relation)
-                description = descriptions.of(relation, of_tensor, self._of_place(relation.operator))
-                if description in alike:
-                    other, table = alike[description]
-                    problem.repeat(table, scope)
-                    self.tables.append(problem.tables[-1])
-                    self._share_work(other, relation)
-                    continue
-            coded = [(one, codes[one]) for one in scope]
-            rows: dict[tuple[int, ...], float] = {}
-            for kinds, cost in self.combinations(relation):
-                named = {one: kinds[t] for t, one in first.items()} if repeated else kinds
-                row = tuple([code.get(named[one], -1) for one, code in coded])
-                if -1 not in row and (not repeated or all(named[one] == kinds[t] for t, one in repeated)):
-                    before = rows.get(row)
-                    rows[row] = cost if before is None else min(cost, before)
-            problem.add(scope, rows)
+            description = None if repeated else self._description(relation, descriptions)
+            if description is not None and description in alike:
+                other, table = alike[description]
+                problem.repeat(table, scope)
+                self._share_work(other, relation)
+            else:
+                coded = [(one, codes[one]) for one in scope]
+                rows: dict[tuple[int, ...], float] = {}
+                for kinds, cost in self.combinations(relation):
+                    named = {one: kinds[t] for t, one in first.items()} if repeated else kinds
+                    row = tuple([code.get(named[one], -1) for one, code in coded])
+                    if -1 not in row and (not repeated or all(named[one] == kinds[t] for t, one in repeated)):
+                        before = rows.get(row)
+                        rows[row] = cost if before is None else min(cost, before)
+                problem.add(scope, rows)
+                if description is not None:
+                    alike[description] = relation, problem.tables[-1]
             self.tables.append(problem.tables[-1])
-            if description is not None:
-                alike[description] = relation, self.tables[-1]
         return problem, domains
 
     # -- what tables depend on, besides an operator's dims -----------------------------------------------------------
+
+    def _description(self, relation: Relation, descriptions: Descriptions) -> Hashable | None:
+        """What a relation's table depends on; ``None`` if it depends on a plan, or on where in the model it goes."""
+        if self.planned is not None or any(entry.shown for entry in self.implementations.of(relation.operator)):
+            return None
+        return descriptions.of(relation, partial(self._of_tensor, relation), self._of_place(relation.operator))
 
     def _of_axis(self, axis: int) -> Hashable:
         return self.sizes.kind(axis), axis in self.growing, axis in self._residual
@@ -318,10 +320,6 @@ class Tables:
             return operator.call >= 0 and self._operators_of_calls[operator.call] == 1
         is_layer = operator.module in self.layers
         return type(place), place.side, place in self.fixed, place in self.with_constants, is_layer
-
-    def _is_shown(self, operator: Operator) -> bool:
-        """Whether it matters for its table where in the model its result goes."""
-        return any(entry.shown for entry in self.implementations.of(operator))
 
     def _share_work(self, one: Relation, other: Relation) -> None:
         """The same operator on tensors of the same sizes is the same work."""
