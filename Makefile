@@ -46,8 +46,8 @@ test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Layouts, rules, the solver, walls, canaries and one parity; of tests/unit not those that read, convert and trace models.
-MODELS = conversion deferred flops kernels_from_hub pretrained witness
+# Layouts, rules, the solver, walls, canaries and one parity; of tests/unit not those that read, convert, trace and prove models.
+MODELS = conversion deferred flops kernels_from_hub plan pretrained shipped_kernels verify witness
 
 test-fast:
 	$(MAKE) test ARGS="tests/unit tests/private 'tests/end_to_end/test_parity.py::test_twenty_steps_equal_one_process[gpt_neox]' \
