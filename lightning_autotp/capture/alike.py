@@ -180,7 +180,7 @@ class _Comparison:
             _check(getattr(kind, "__new__", None) is object.__new__ or _are_equal(one, other))
             _check(not any(vars(base).get("__slots__") for base in kind.__mro__))
             is_ours = kind.__module__.startswith("lightning_autotp.")
-            if kind is Cut:  # along axes of each layer's own, of which a forward only asks for those of the batch
+            if kind is Cut:  # each layer is cut along axes of its own; a forward uses only those of the batch
                 _check(one.is_like(other) and one.grown_axis == other.grown_axis)
             elif is_ours and is_dataclass(one):  # what it has computed of its fields may be kept in it
                 for field in fields(one):

@@ -297,13 +297,6 @@ def check_gradients(optimizer: Optimizer) -> None:
             check(optimizer)
 
 
-def guard_of(model: nn.Module) -> Guard:
-    """The guard of a parallel model."""
-    guard = parallel_state(model).guard
-    assert isinstance(guard, Guard)
-    return guard
-
-
 def guarded_models() -> list[nn.Module]:
     """The parallel models of this process that are guarded, copies too."""
     return [guard.model for guard in list(_live)]

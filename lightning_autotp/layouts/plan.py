@@ -327,7 +327,7 @@ class Plan:
         memory_limit: bytes of a rank that it was made for; 0 without a limit.
         memory_needed: bytes that parameters, gradients and optimizer states take, where there is a limit; of one that
             is of a device, those of a training step.
-        limit_of: whose memory the limit is, where nobody gave one.
+        limit_of: whose memory the limit is, where none was given.
     """
 
     model: str

@@ -35,8 +35,8 @@ class Snapshot:
 
     Args:
         model: a parallel model.
-        modules: the modules in it of which this is.
-        places: where the parameters are that they have now.
+        modules: the modules in it that are compared.
+        places: where their parameters are now.
 
     Attributes:
         parts: the parameters of which this rank has a part, by name.

@@ -582,14 +582,15 @@ class ModuleHooks:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.before: dict[int, Callable[..., Any]] = module._forward_pre_hooks
-        self.after: dict[int, Callable[..., Any]] = module._forward_hooks
-        self.backward: dict[int, Callable[..., Any]] = module._backward_hooks
+        self.before, self.after, self.backward = module_hook_tables(module)
         self.first = frozenset((*self.before, *self.after, *self.backward))
 
 
-def module_hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
-    """What holds a module's hooks, now and later, by number; another hook has another number. Nothing public."""
+_Hooks = dict[int, Callable[..., Any]]
+
+
+def module_hook_tables(module: nn.Module) -> tuple[_Hooks, _Hooks, _Hooks]:
+    """A module's forward pre-hooks, forward hooks and backward hooks, now and later: by number. Nothing public."""
     return module._forward_pre_hooks, module._forward_hooks, module._backward_hooks
 
 

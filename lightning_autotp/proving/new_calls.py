@@ -248,7 +248,7 @@ class CallProver:
         self.sizes: dict[Hashable, defaultdict[Way, Sizes]] = {}
         self.known: dict[Hashable, _Kind] = {}
         self.ways: list[Way] = []
-        self.met: set[Hashable] = set()
+        self.called_by_all: set[Hashable] = set()
         self.looked_at: set[Hashable] = set()  # which kinds use parameters in autocast's dtype alone, but for autocast
         self.running: Way | None = None
         self.begun = BegunCalls()
@@ -304,15 +304,15 @@ class CallProver:
         known = self.known.get(kind)
         way = known.way(call, sizes, are_few) if known is not None else None
         if way is None and arguments.unknown and begun is None:
-            if arguments.kind not in self.met and not is_traced:
-                self._meet(arguments.kind)
+            if arguments.kind not in self.called_by_all and not is_traced:
+                self._wait_for_all(arguments.kind)
             self.unknown = arguments.unknown[0]
             self._say_unknown(self.unknown)
             if state.gathers is not None and not is_traced:
                 state.gathers.use(False)
             return self._on(self.running, call)  # what it goes on with is likely to be of the call before it
         if way is None and not is_traced:
-            self._meet((arguments.kind, modes, sizes))
+            self._wait_for_all((arguments.kind, modes, sizes))
             calls = [call] if begun is None else begun.with_next(call)
             # The user's modes see what the model computes, not the traces.
             with (
@@ -338,7 +338,7 @@ class CallProver:
         state.parts = way.parts
         if known is not None and not is_traced:
             self.counted = known
-            self.is_compared = known.is_compared(self._stage_of(modes[0]), self._meet_in_stage)
+            self.is_compared = known.is_compared(self._stage_of(modes[0]), self._wait_in_stage)
             if self.is_compared and modes[0] and torch.is_grad_enabled():
                 self.trained_with = _without_values(call)
         if begun is not None and not is_traced:
@@ -671,12 +671,12 @@ class CallProver:
             " is planned for, or leave out what is new"
         )
 
-    def _meet(self, kind: Hashable) -> None:
+    def _wait_for_all(self, kind: Hashable) -> None:
         """Wait for the other ranks before the first call of a kind: that is where one rank alone calls the model."""
         store_barrier(self.group, f"{self._who()} is called, for the first time in this way,")
-        self.met.add(kind)
+        self.called_by_all.add(kind)
 
-    def _meet_in_stage(self) -> None:
+    def _wait_in_stage(self) -> None:
         store_barrier(
             self.group, f"{self._who()} is called, for the first time since its mode changed or weights were loaded,"
         )

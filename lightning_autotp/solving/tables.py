@@ -265,15 +265,19 @@ class Tables:
                 held = {kind: self._held(tensor, kind) if kind in priced else 0.0 for kind in codes[tensor]}
                 problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in held.items()})
         self.tables = []
-        descriptions = Descriptions(self.shardings, self.touching, self._of_axis)
+        is_free = self.planned is None  # else a table also depends on what the plan says there
+        descriptions = Descriptions(self.shardings, self.touching, self._of_axis) if is_free else None
         alike: dict[Hashable, tuple[Relation, Table]] = {}
         for relation in self.relations:
             first = {t: self.first.get(t, t) for t in (*relation.inputs, *relation.outputs) if t in self.dims}
             scope = tuple(dict.fromkeys(first.values()))
             repeated = [(t, one) for t, one in first.items() if t != one]
-            description = None if repeated else self._description(relation, descriptions)
-            if description is not None and description in alike:
-                other, table = alike[description]
+            description = None
+            if descriptions is not None and not repeated:
+                description = self._description(relation, descriptions)
+            known = None if description is None else alike.get(description)
+            if known is not None:
+                other, table = known
                 problem.repeat(table, scope)
                 self._share_work(other, relation)
             else:
@@ -294,8 +298,8 @@ class Tables:
     # -- what tables depend on, besides an operator's dims -----------------------------------------------------------
 
     def _description(self, relation: Relation, descriptions: Descriptions) -> Hashable | None:
-        """What a relation's table depends on; ``None`` if it depends on a plan, or on where in the model it goes."""
-        if self.planned is not None or any(entry.shown for entry in self.implementations.of(relation.operator)):
+        """What a relation's table depends on; ``None`` if also on where in the model its result goes."""
+        if any(entry.shown for entry in self.implementations.of(relation.operator)):
             return None
         return descriptions.of(relation, partial(self._of_tensor, relation), self._of_place(relation.operator))
 

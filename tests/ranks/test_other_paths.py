@@ -47,7 +47,6 @@ from lightning_autotp import (
 )
 from lightning_autotp.guard.bypassed import BypassedLayer
 from lightning_autotp.guard.compared import DifferentOnRanks
-from lightning_autotp.guard.guard import guard_of
 
 WIDTH = 16
 SWITCH = {"on": False}
@@ -659,7 +658,7 @@ def said_in_stages(rank: int) -> dict[str, str]:
         parallelize(model, dist.group.WORLD, example_inputs=x)  # type: ignore[arg-type]
         if between == "an evaluation":
             # Compared: ten calls of each kind, and the hundredth of a hundred.
-            with mock.patch.object(guard_of(model).compared, "begin") as begin:
+            with mock.patch.object(model.autotp.guard.compared, "begin") as begin:
                 for _ in range(100):
                     model(x)
                     evaluated(model, x)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_autotp
 from lightning_autotp import parallelize
-from lightning_autotp.guard.guard import Guard, guard_of
+from lightning_autotp.guard.guard import Guard
 from lightning_autotp.guard.standalone import StandaloneCall
 
 PACKAGE = Path(lightning_autotp.__file__).parent
@@ -187,7 +187,7 @@ def without_a_guard(rank: int, size: int) -> dict[str, Any]:
         loss = model(ids)
         loss.backward()
         model(ids, is_collected=True).backward()
-        guard = guard_of(model)
+        guard = model.autotp.guard
         meanwhile = differing(model, unguarded)
         hooks = len(guard.calls.hooks)
         guard.remove()
@@ -204,7 +204,7 @@ def without_a_guard(rank: int, size: int) -> dict[str, Any]:
         )
     model(**inputs).loss.backward()
     stands_in = sorted({"generate", "_is_fsdp_managed_module"} & vars(model).keys())
-    guard_of(model).remove()
+    model.autotp.guard.remove()
     found["generate"] = stands_in, differing(model, unguarded)
     return {**found, "shapes": SEEN}
 
@@ -237,7 +237,7 @@ def counts(rank: int, size: int, layers: int) -> dict[str, Any]:
     found["alone"] = looks(python_calls(lambda: model.model(ids)))
     hidden = checkpoint(lambda: model.model(ids).last_hidden_state, use_reentrant=False)
     found["again"] = looks(python_calls(hidden.sum().backward))
-    guard_of(model).remove()
+    model.autotp.guard.remove()
     found["left behind"] = differing(model, unguarded)
     found["loss"] = model(**inputs).loss.item(), model.save_pretrained.__name__
     return found

@@ -22,7 +22,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from trainer_ranks import run_trainer_ranks
 
 from lightning_autotp import AutoTPStrategy
-from lightning_autotp.guard.guard import guard_of
 from lightning_autotp.layouts.step_size import NOMINAL_TOKENS, StepSize, TokensPerStep
 from lightning_autotp.lightning import first_step
 from lightning_autotp.lightning.first_step import first_step_with
@@ -411,7 +410,7 @@ def trained(name: str, ranks: int) -> tuple[list[float], list[tuple[str, int]], 
     )  # fmt: skip
     trainer.fit(task, loader)
     models = [model for model in task.children() if is_parallel(model)]
-    proved = [(model.autotp.plan.traced_with, len(guard_of(model).calls.ways)) for model in models]
+    proved = [(model.autotp.plan.traced_with, len(model.autotp.guard.calls.ways)) for model in models]
     return task.losses, proved, task.steps
 
 
