@@ -18,18 +18,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from traceback import walk_tb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.quantizers import AutoHfQuantizer
 
 from lightning_autotp.building.checkpoint_reading import CheckpointError
 from lightning_autotp.building.recipe import Recipe
 from lightning_autotp.layouts.names import join_names
 from lightning_autotp.private.torchao_private import casts_on_the_wire, is_float8_layer
 from lightning_autotp.quantized.formats import EightBit, Format, FourBit, QuantizationError, WeightOnly, plain_linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _NAME = "autotp_format"
 LIBRARIES = ("bitsandbytes", "torchao")
@@ -111,6 +112,8 @@ def note_quantization(model: PreTrainedModel, config: Any) -> None:
     Raises:
         QuantizationError: if these weights cannot be cut into parts.
     """
+    from transformers.quantizers import AutoHfQuantizer  # which imports torchao, and that prints warnings
+
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     layers = dict(model.named_modules())
     quantizer.preprocess_model(model, device_map=None)
