@@ -1,5 +1,7 @@
 """What torch's functions do with the elements of a tensor: one table for all who see calls of them on parts.
 
+Which are elementwise is taken from the operators' records, and which operators are, from torch's own tag.
+
 A gradient of which a rank has a part, logits, a parameter in code around the model, and what a module's code computes
 are each followed by torch's functions, not by its operators. What a function is to a part follows from what it does.
 """
@@ -14,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_autotp.private.torch_private import VIEW_GETTERS
+from lightning_autotp.operators import declare_elementwise, elementwise_bases
+from lightning_autotp.private.torch_private import VIEW_GETTERS, elementwise_operators
+
+declare_elementwise(elementwise_operators())
 
 
 def functions(names: str, form: str = "{}") -> list[Callable[..., Any]]:
@@ -44,21 +49,13 @@ _DESCRIBING_ATTRIBUTES = (
     " is_quantized is_nested"
 )
 _OF_MEMORY = "stride storage_offset is_contiguous is_pinned is_same_size is_shared data_ptr untyped_storage"
-_FUNCTIONS = (
-    "abs absolute neg negative positive square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sign sgn signbit"
-    " reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid relu erf erfc floor ceil round"
-    " trunc fix frac isnan isinf isfinite isposinf isneginf logical_not bitwise_not nan_to_num clamp clip clamp_min"
-    " clamp_max add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power atan2"
-    " arctan2 maximum minimum fmax fmin eq ne gt ge lt le not_equal greater greater_equal less less_equal isclose"
-    " logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign hypot rsub xlogy lerp addcmul"
-    " addcdiv where masked_fill heaviside conj conj_physical resolve_conj resolve_neg clone"
-)
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor"
 _OTHER_OPERATORS = "radd rsub rmul rtruediv rfloordiv rmod rpow neg pos abs invert eq ne gt ge lt le"
-_COPIES = (
-    "detach contiguous to float double half bfloat16 int long bool cpu cuda type_as zeros_like ones_like empty_like"
-    " full_like"
+_OTHER_NAMES = (
+    "absolute negative subtract divide true_divide not_equal greater greater_equal less less_equal arctan2 fix"
+    " float_power isclose resolve_conj resolve_neg"
 )
+_CASTS = "float double half bfloat16 int long bool cpu cuda"
 _INITIALIZATIONS = (
     "uniform normal trunc_normal eye dirac orthogonal sparse"
     " xavier_uniform xavier_normal kaiming_uniform kaiming_normal"
@@ -76,19 +73,20 @@ NOTING = frozenset(functions("record_stream register_hook register_post_accumula
 NOT_READING = DESCRIBING | OF_MEMORY | NOTING
 """Functions that read no values and make no tensor of others."""
 
-IN_PLACE = frozenset(
-    functions(_FUNCTIONS, "{}_")
-    + functions("copy_ zero_ fill_ detach_ requires_grad_")
-    + functions(_OPERATORS, "__i{}__")
-)
+_ELEMENTWISE = " ".join((*elementwise_bases(), _OTHER_NAMES))
+
+IN_PLACE = frozenset(functions(_ELEMENTWISE, "{}_") + functions("requires_grad_") + functions(_OPERATORS, "__i{}__"))
 """Elementwise functions that write their first argument."""
 
 ELEMENTWISE = (
-    frozenset(functions(_FUNCTIONS) + functions(_COPIES) + getters("data real"))
+    frozenset(functions(_ELEMENTWISE) + functions(f"where {_CASTS}") + getters("data real"))
     | frozenset(functions(_OPERATORS, "__{}__") + functions(_OTHER_OPERATORS, "__{}__"))
     | IN_PLACE
 )
-"""Functions whose result at an index depends on their arguments there: of a part they make the part of the result."""
+"""Functions whose result at an index depends on their arguments there: of a part they make the part of the result.
+
+But for ``where`` of a condition alone, which gives the places where it holds.
+"""
 
 DRAWN_INTO = functions("normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ random_")
 """Functions that fill their first argument with random numbers."""

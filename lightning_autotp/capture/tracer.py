@@ -61,6 +61,7 @@ from lightning_autotp.private.torch_private import (
     FakeTensor,
     PreDispatchMode,
     beneath_modes,
+    is_made_of_others,
     schema_of,
     storage_key,
     tree_leaves,
@@ -71,9 +72,9 @@ from lightning_autotp.private.torch_private import (
 )
 from lightning_autotp.quantized.float8 import float8_of
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
+from lightning_autotp.torch_functions import functions
 
-# Functions that make a tensor of numbers alone: those that are operators, and those that take what Python holds.
-_COUNTING = frozenset([Tensor.numel, Tensor.nelement, torch.numel])
+_COUNTING = frozenset(functions("numel nelement"))
 _MEASURING = _COUNTING | {Tensor.shape.__get__, Tensor.size, Tensor.__len__}  # type: ignore[attr-defined]
 """Functions that tell a tensor's shape, or something of it."""
 
@@ -165,6 +166,9 @@ class Tracer(PreDispatchMode):
         if name == _INDEX:
             name, reads = self._with_numbers(reads)
         known = record(name)
+        if known is None and is_made_of_others(func) and record(functional(name)) is None:
+            with self:
+                return func.decompose(*args, **kwargs)
         if (declaration := declaration_of(name)) is not None:
             with self.pause():
                 try_declaration(declaration, func, dict(arguments), self.value_if_known)

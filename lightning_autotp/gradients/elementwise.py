@@ -46,6 +46,8 @@ def elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     found = func(*args, **kwargs)
     for tensor in becoming:
         become_part(tensor, kind, part)
+    if not isinstance(found, Tensor):  # such as the places where a condition holds
+        raise misleading(func, gradient)
     if found is written or type(found) is not kind.plain:
         return found
     if found.shape != shape:

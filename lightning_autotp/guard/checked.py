@@ -228,11 +228,14 @@ class checked(TorchFunctionMode):
         if name not in _ELEMENTWISE and not (name == "equal" and self._tells_of_wholes(tensors)):
             raise self._refusal(name, of, _PART)
         result = func(*args, **kwargs)
+        is_of_lists = name.startswith("_foreach")
+        if isinstance(result, tuple) and not is_of_lists:  # such as the places where a condition holds
+            raise self._refusal(name, of, _PART)
         if writes(name):
             note_written(leaf for leaf in call_leaves(args[:1]) if leaf in self._parts)
         for made in call_leaves(result):
             # Of several tensors the others may be whole; of one, what it was broadcast to is a part, too.
-            if isinstance(made, Tensor) and (not name.startswith("_foreach") or tuple(made.shape) == of.local_shape):
+            if isinstance(made, Tensor) and (not is_of_lists or tuple(made.shape) == of.local_shape):
                 self._parts[made] = of
         return result
 

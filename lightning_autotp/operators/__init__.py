@@ -16,6 +16,7 @@ from lightning_autotp.operators import (  # noqa: F401  # which enter their reco
     views,
     writing,
 )
+from lightning_autotp.operators.pointwise import declare_elementwise
 from lightning_autotp.operators.registry import (
     Dims,
     Record,
@@ -23,6 +24,7 @@ from lightning_autotp.operators.registry import (
     Shapes,
     count_flops,
     count_touched,
+    elementwise_bases,
     functional,
     known_operators,
     operator,
@@ -39,6 +41,8 @@ __all__ = [
     "Shapes",
     "count_flops",
     "count_touched",
+    "declare_elementwise",
+    "elementwise_bases",
     "functional",
     "known_operators",
     "operator",

@@ -25,15 +25,18 @@ operator(
 )  # fmt: skip
 
 
-@operator("aten.zeros_like.default", "aten.zero.default", uniform=_everywhere, lends="self", zeros=True)
+_LIKE = {"uniform": _everywhere, "is_elementwise": True}
+
+
+@operator("aten.zeros_like.default", "aten.zero.default", **_LIKE, lends="self", zeros=True)
 def zeros_like(site: Site) -> Dims:
     """Cut like the tensor whose shape it has; zeros add up to zeros."""
     site.linear_in("self")
     return site.dims("self")
 
 
-@operator("aten.ones_like.default", "aten.full_like.default", "aten.fill.Scalar", uniform=_everywhere, lends="self")
-@operator("aten.empty_like.default", uniform=_everywhere)
+@operator("aten.ones_like.default", "aten.full_like.default", "aten.fill.Scalar", **_LIKE, lends="self")
+@operator("aten.empty_like.default", **_LIKE)
 def full_like(site: Site) -> Dims:
     """Cut like the tensor whose shape it has."""
     return site.dims("self")
@@ -79,6 +82,13 @@ def _dropped(site: Site) -> Dims:
     if not site.draws(when=site["p"] and site["train"]):
         site.linear_in(name)
     return site.dims(name)
+
+
+@operator("aten.rrelu.default")
+def rrelu(site: Site) -> Dims:
+    """In training a slope is drawn for every element."""
+    site.draws(when=site["training"])
+    return site.dims("self")
 
 
 @operator("aten.feature_dropout.default", "aten.feature_alpha_dropout.default")

@@ -8,6 +8,7 @@ so nothing sharded may reach it.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -32,6 +33,7 @@ class Record:
             products and sums of sizes, which may be fractions.
         touched: how many elements its forward moves through memory, if these are not its inputs and its results.
         is_view: whether its result shares its input's memory, so that it moves nothing.
+        is_elementwise: whether its result at an index follows from its tensors there alone, with broadcasting.
         is_by_choice: whether values decide how much of its work falls to which index of a cut dim, so that the ranks'
             shares are unequal.
         results: the shape and the dtype of each of its results (empty for its first input's), where PyTorch's own
@@ -66,6 +68,7 @@ class Record:
     flops: Callable[[Shapes], float] | None = None
     touched: Callable[[Shapes], float] | None = None
     is_view: bool = False
+    is_elementwise: bool = False
     is_by_choice: bool = False
     results: Callable[[Shapes], Sequence[tuple[Shape, str]]] | None = None
     sizes: tuple[str, ...] = ()
@@ -142,6 +145,15 @@ def records() -> Iterator[Record]:
 def known_operators() -> tuple[str, ...]:
     """Every operator whose record has a rule of its own, sorted."""
     return tuple(sorted(_RECORDS))
+
+
+def elementwise_bases() -> set[str]:
+    """The names, without space and overload, of operators of torch all of whose overloads are elementwise."""
+    kinds: dict[str, set[bool]] = defaultdict(set)
+    for known in records():
+        if known.name.startswith("aten."):
+            kinds[known.name.split(".")[1]].add(known.is_elementwise)
+    return {base for base, found in kinds.items() if found == {True}}
 
 
 def functional(name: str) -> str:

@@ -11,7 +11,7 @@ from lightning_autotp.operators.registry import Dims, Site, operator
 from lightning_autotp.operators.views import sliced
 
 
-@operator("aten.copy.default", lends="self")
+@operator("aten.copy.default", lends="self", is_elementwise=True)
 def copy(site: Site) -> Dims:
     """``src`` broadcast to the shape and cast to the dtype of ``self``, of which nothing else is left."""
     site.linear_in("src")

@@ -324,6 +324,25 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
+def elementwise_operators() -> Iterator[str]:
+    """The names of torch's operators that it tags as elementwise, and which make a tensor: they write none.
+
+    Without ``equal``, which has the tag, and ``polygamma``, whose form in place takes its arguments in another order.
+    """
+    for base in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, base)
+        for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
+            found = getattr(packet, overload)
+            if torch.Tag.pointwise in found.tags and not found._schema.is_mutable and base not in ("equal", "polygamma"):
+                yield str(found)
+
+
+def is_made_of_others(operator: Any) -> bool:
+    """Whether a kernel of torch does nothing but call other operators, which give tensors. Nothing public."""
+    made = operator._schema.returns
+    return operator.namespace == "aten" and operator._can_decompose() and bool(made) and "Tensor" in str(made[0].type)
+
+
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 

@@ -111,7 +111,7 @@ def test_runnable_code_prints_what_the_page_says(page: Path, operators_of_the_pa
 
 def test_operators_of_the_page_are_as_it_says(operators_of_the_page: list[str]) -> None:
     run(OPERATORS_PAGE)
-    assert len(operators_of_the_page) == 3
+    assert len(operators_of_the_page) == 2
     assert not set(operators_of_the_page) & CASES.keys()
     for block in blocks(OPERATORS_PAGE, "python"):
         if "@case" in block:

@@ -285,6 +285,12 @@ def _(_: Any) -> None:
     assert len(seen) == 5
 
 
+@canary("torch._ops.OpOverload._can_decompose")
+def tells_what_only_calls_others(found: Any) -> None:
+    assert torch.ops.aten.subtract.Tensor._can_decompose()
+    assert not torch.ops.aten.sub.Tensor._can_decompose()
+
+
 @canary("torch._ops.OpOverload._schema")
 def _(_: Any) -> None:
     schema = torch.ops.aten.add_.Tensor._schema

@@ -248,6 +248,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "view": lambda g, _: g.view(-1),
     "transposed": lambda g, _: g.T,
     "product": lambda g, _: g @ g,
+    "places": lambda g, _: torch.where(g > 0),
     "sorted": lambda g, _: g.topk(1),
     "numpy": lambda g, _: g.numpy(),
     "list": lambda g, _: g.tolist(),

@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rule_draws import Draw, case
+from rule_draws import CASES, Draw, case
+from rule_truth import overload
+from torch import Tensor
 
-UNARY = (
-    "abs", "acos", "alias", "angle", "asin", "atan", "ceil", "celu", "clone", "contiguous", "cos", "cosh", "detach",
-    "elu", "empty_like", "erf", "erfc", "exp", "exp2", "expm1", "floor", "gelu", "hardsigmoid", "hardswish", "hardtanh",
-    "isfinite", "isinf", "isnan", "leaky_relu", "lift_fresh", "lift_fresh_copy", "log", "log10", "log1p", "log2",
-    "log_sigmoid", "logical_not", "mish", "nan_to_num", "neg", "ones_like", "positive", "reciprocal", "relu",
-    "relu6", "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "tan",
-    "tanh", "trunc", "zero", "zeros_like",
-)  # fmt: skip
+from lightning_autotp.operators import known_operators, record
+
+LIKE = ("empty_like", "ones_like", "zero", "zeros_like")
+IDENTITIES = ("alias", "clone", "contiguous", "detach", "lift_fresh", "lift_fresh_copy")
 
 
-@case(*(f"aten.{name}.default" for name in UNARY))
+@case(*(f"aten.{name}.default" for name in LIKE + IDENTITIES))
 def unary(draw: Draw, name: str) -> Any:
-    return draw.tape.call(name, draw.operand(*draw.shape(), positive="log" in name or "sqrt" in name))
+    return draw.tape.call(name, draw.operand(*draw.shape()))
 
 
 @case("aten.conj.default", "aten.real.default", "aten.imag.default", "aten.view_as_real.default")
@@ -29,64 +27,29 @@ def complex_unary(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, draw.tape.call("aten.view_as_complex.default", pairs))
 
 
-@case("aten.bitwise_not.default")
-def boolean_unary(draw: Draw, name: str) -> Any:
-    return draw.tape.call(name, draw.tape.call("aten.gt.Scalar", draw.operand(*draw.shape()), 0))
-
-
-SCALARS: dict[str, tuple[Any, ...]] = {
-    "aten.add.Scalar": (2,),
+NUMBERS: dict[str, tuple[Any, ...]] = {
     "aten.clamp.default": (-0.5, 0.5),
-    "aten.clamp_max.default": (0.5,),
-    "aten.clamp_min.default": (0.5,),
-    "aten.div.Scalar": (3,),
-    "aten.full_like.default": (3,),
-    "aten.mul.Scalar": (3,),
-    "aten.pow.Tensor_Scalar": (3,),
+    "aten.clip.default": (-0.5, 0.5),
     "aten.fill.Scalar": (3,),
-    "aten.remainder.Scalar": (3,),
-    "aten.threshold.default": (0.5, 2),
-    "aten.rsub.Scalar": (3,),
-    "aten.sub.Scalar": (3,),
-} | {f"aten.{name}.Scalar": (0.5,) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+    "aten.full_like.default": (3,),
+}
 
 
-@case(*SCALARS)
+@case(*NUMBERS)
 def with_number(draw: Draw, name: str) -> Any:
-    return draw.tape.call(name, draw.operand(*draw.shape()), *SCALARS[name])
+    return draw.tape.call(name, draw.operand(*draw.shape()), *NUMBERS[name])
 
 
-@case("aten.pow.Scalar")
-def number_first(draw: Draw, name: str) -> Any:
-    return draw.tape.call(name, 2, draw.operand(*draw.shape()))
-
-
-@case(
-    *(f"aten.{name}.Tensor" for name in [
-        "add", "clamp_max", "clamp_min", "div", "eq", "fmod", "ge", "gt", "le", "lt", "mul", "multiply", "ne",
-        "remainder", "sub", "true_divide",
-    ]),
-    *(f"aten.{name}.default" for name in [
-        "atan2", "complex", "copy", "logical_and", "logical_or", "logical_xor", "maximum", "minimum", "polar",
-    ]),
-    "aten.max.other", "aten.min.other", "aten.pow.Tensor_Tensor", "aten.div.Tensor_mode",
-)  # fmt: skip
+@case("aten.add.Tensor", "aten.sub.Tensor", "aten.copy.default", "aten.div.Tensor_mode")
 def binary(draw: Draw, name: str) -> Any:
     shape = draw.shape()
-    positive = "pow" in name or "div" in name
+    positive = "div" in name
     left = draw.operand(*(shape if "copy" in name else draw.narrowed(shape)), positive=positive)
     right = draw.other(*draw.narrowed(shape), positive=positive, like=left)
     keywords = {"rounding_mode": draw.one(None, "floor")} if name.endswith("_mode") else {}
     if name in ("aten.add.Tensor", "aten.sub.Tensor"):
         keywords["alpha"] = draw.one(1, 3)
     return draw.tape.call(name, left, right, **keywords)
-
-
-@case("aten.__and__.Tensor", "aten.__or__.Tensor", "aten.bitwise_and.Tensor", "aten.bitwise_or.Tensor")
-def boolean(draw: Draw, name: str) -> Any:
-    shape = draw.shape()
-    left = draw.tape.call("aten.gt.Scalar", draw.operand(*draw.narrowed(shape)), 0)
-    return draw.tape.call(name, left, draw.mask(*draw.narrowed(shape)))
 
 
 @case("aten.floor_divide.default", "aten.floor_divide.Scalar")
@@ -102,15 +65,7 @@ def floor_divide(draw: Draw, name: str) -> Any:
     )
 
 
-@case("aten.lerp.Scalar", "aten.addcmul.default", "aten.addcdiv.default")
-def combination(draw: Draw, name: str) -> Any:
-    shape = draw.shape()
-    x, y = draw.operand(*draw.narrowed(shape)), draw.other(*draw.narrowed(shape))
-    third: Any = 0.3 if "lerp" in name else draw.other(*draw.narrowed(shape), positive=True, like=x)
-    return draw.tape.call(name, x, y, third)
-
-
-@case("aten.clamp.Tensor")
+@case("aten.clamp.Tensor", "aten.clip.Tensor")
 def clamp(draw: Draw, name: str) -> Any:
     x = draw.operand(*(shape := draw.shape()))
     return draw.tape.call(name, x, draw.other(*draw.narrowed(shape)), draw.one(None, draw.operand(*shape)))
@@ -171,6 +126,11 @@ def cast(draw: Draw, name: str) -> Any:
 def dropout(draw: Draw, name: str) -> Any:
     p, train = draw.one((0.0, True), (0.5, False), (0.5, True), (0.5, True))
     return draw.tape.call(name, draw.operand(*draw.shape(2)), p, train)
+
+
+@case("aten.rrelu.default")
+def rrelu(draw: Draw, name: str) -> Any:
+    return draw.tape.call(name, draw.operand(*draw.shape()), 0.1, 0.3, draw.one(True, False))
 
 
 @case(*(f"aten.{name}.default" for name in ("new_zeros", "new_ones", "new_full", "new_empty")))
@@ -260,9 +220,35 @@ def alignment_loss(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, log_probs, draw.tape.constant(targets), *counts, 0, reduction)
 
 
-@case(*(f"aten.{name}_backward.default" for name in ("leaky_relu", "sigmoid", "tanh", "threshold")))
-def pointwise_backward(draw: Draw, name: str) -> Any:
+OF_INTEGERS = "bitwise", "__", "gcd", "lcm"
+GIVEN = {"int": 1, "float": 0.5, "number": 2, "bool": True, "Optional[str]": "floor"}
+
+
+@case(*(name for name in known_operators() if record(name).is_elementwise and name not in CASES))
+def elementwise(draw: Draw, name: str) -> Any:
+    """What its schema asks for, tensors that are broadcast and numbers."""
     shape = draw.shape()
-    gradient = draw.operand(*shape)
-    rest = {"leaky_relu": [0.1, False], "threshold": [0.0]}.get(name.split(".")[1].removesuffix("_backward"), [])
-    return draw.tape.call(name, gradient, draw.other(*shape, like=gradient), *rest)
+    positive = draw.one(True, False) or "pow" in name
+    base = name.removeprefix("aten.")
+    given: list[Any] = []
+    keywords: dict[str, Any] = {}
+    for argument in overload(name)._schema.arguments:
+        kind = str(argument.type)
+        if kind == "Tensor":
+            sizes = shape if "_backward" in name else draw.narrowed(shape)
+            like = next((x for x in given if isinstance(x, Tensor)), None)
+            is_first = like is None
+            x = (
+                draw.operand(*sizes, positive=positive)
+                if is_first
+                else draw.other(*sizes, positive=positive, like=like)
+            )
+            if base.startswith(OF_INTEGERS):
+                x = draw.tape.call("aten.to.dtype", x, torch.int64)
+            given.append(x)
+        elif not argument.has_default_value():
+            if argument.kwarg_only:
+                keywords[argument.name] = GIVEN[kind]
+            else:
+                given.append(GIVEN[kind])
+    return draw.tape.call(name, *given, **keywords)

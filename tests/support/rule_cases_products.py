@@ -131,7 +131,7 @@ def einsum(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, equation, operands, path=draw.one(None, [1, 2, 0, 1]) if len(operands) > 2 else None)
 
 
-@case(*(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")))
+@case(*(f"aten.{name}.{packed}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for packed in ("input", "data")))
 def recurrent(draw: Draw, name: str) -> Any:
     features, hidden, layers, directions = draw.one(1, 2, 3), draw.one(2, 3), draw.one(1, 2), draw.one(1, 2)
     gates = {"lstm": 4, "gru": 3}.get(name.split(".")[1], 1)
@@ -142,8 +142,11 @@ def recurrent(draw: Draw, name: str) -> Any:
         for _ in range(directions):
             matrices += [draw.operand(gates * hidden, read), draw.operand(gates * hidden, hidden)]
             matrices += [draw.operand(gates * hidden) for _ in range(2)]
-    x, start = draw.operand(4, 2, features), states if "lstm" in name else states[0]
-    return draw.tape.call(name, x, start, matrices, True, layers, 0.0, True, directions == 2, False)
+    start, options = states if "lstm" in name else states[0], (True, layers, 0.0, True, directions == 2)
+    if name.endswith("data"):
+        lengths = draw.tape.constant(torch.tensor([2, 2, 1]))
+        return draw.tape.call(name, draw.operand(5, features), lengths, start, matrices, *options)
+    return draw.tape.call(name, draw.operand(4, 2, features), start, matrices, *options, False)
 
 
 @case(*(f"aten.{name}_cell.default" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -103,6 +104,11 @@ def case(*names: str) -> Callable[[Callable[[Draw, str], Any]], Callable[[Draw, 
         return function
 
     return decorate
+
+
+def rare_at_night(names: Iterable[str]) -> list[Any]:
+    """The operators' names, those of special functions marked: they are elementwise as a hundred others are."""
+    return [pytest.param(name, marks=pytest.mark.nightly) if ".special_" in name else name for name in names]
 
 
 def for_examples(name: str, check: Callable[[Draw, Any], None], examples: int = EXAMPLES) -> None:

@@ -16,6 +16,7 @@ P       add up to the whole                     each is the whole
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -421,6 +422,9 @@ MEANT: dict[str, Callable[..., Any]] = {
     **{f"aten.{name}.default": _dropped for name in ("dropout", "alpha_dropout")},
     **{f"aten.feature_{name}.default": partial(_dropped, dims=2) for name in ("dropout", "alpha_dropout")},
     "aten.native_dropout.default": lambda input, p, train: (_dropped(input, p, train), _numbers(input) >= p),
+    "aten.rrelu.default": lambda self, lower, upper, training, _: self.where(
+        self > 0, self * (lower + (upper - lower) * _numbers(self) if training else (lower + upper) / 2)
+    ),
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.copy.default": lambda self, src, _: self.clone().copy_(src),
 }
@@ -436,13 +440,18 @@ def _lookup(arguments: dict[str, Any], local: Mapping[int, Tensor], ownership: O
 
 
 def _gradients(inputs: Mapping[int, Tensor], outputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
-    """The inputs' gradients; zeros where none flows, and for integers."""
+    """The inputs' gradients; zeros where none flows, for integers, and of what torch has no derivative of."""
     pairs = [(out, given) for out, given in zip(outputs, cotangents, strict=True) if out.requires_grad]
     wanted = [value for value in inputs.values() if value.requires_grad]
     found: dict[int, Tensor | None] = {}
     if pairs and wanted:
         outs, given = zip(*pairs, strict=True)
-        results = torch.autograd.grad(outs, wanted, given, allow_unused=True)
+        try:
+            results = torch.autograd.grad(outs, wanted, given, allow_unused=True)
+        except RuntimeError as error:  # NotImplementedError is one
+            if not re.search(r"derivative for .* is not implemented|^derivative for aten::", str(error)):
+                raise
+            results = (None,) * len(wanted)
         found = {id(value): gradient for value, gradient in zip(wanted, results, strict=True)}
     gradients = [found.get(id(value)) for value in inputs.values()]
     return [torch.zeros_like(v) if g is None else g for v, g in zip(inputs.values(), gradients, strict=True)]

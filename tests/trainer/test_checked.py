@@ -116,6 +116,7 @@ UNSOUND: dict[str, tuple[Use, str]] = {
     "broadcast": (
         lambda m, h: (m.lm_head.weight - torch.arange(3.0)[:, None, None]).square().amin(0), "amin on lm_head.weight"
     ),
+    "places": (lambda m, h: torch.where(m.lm_head.weight.data > 0), "where on lm_head.weight"),
     "stacked": (lambda m, h: torch.stack([m.lm_head.weight.float()]), "stack on lm_head.weight"),
     "L1": (lambda m, h: nn.L1Loss()(m.lm_head.weight, torch.ones(m.lm_head.weight.shape)), "l1_loss on lm_head.weight"),
     "pairwise distance": (

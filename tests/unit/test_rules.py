@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rule_cases import CASES
-from rule_draws import prove
+from rule_draws import prove, rare_at_night
 from rule_truth import Tape, Untrue, forced
 from torch import Tensor, nn
 
@@ -52,7 +52,9 @@ CONTRACTING = {
 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", [name for name in known_operators() if record(name).rule and name not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "name", rare_at_night(name for name in known_operators() if record(name).rule and name not in ELSEWHERE)
+)
 def test_rule(name: str, examples: int) -> None:
     seen = prove(name, examples)
     while not seen["contracted" if name in CONTRACTING else "sharded"] and name not in WHOLE and examples < 100:

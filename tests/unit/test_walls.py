@@ -18,15 +18,15 @@ from PIL import Image
 PACKAGE = Path(__file__).parents[2] / "lightning_autotp"
 ORDER = [
     "private",
-    "torch_functions",
     "progress",
     "layouts",
+    "operators",
+    "torch_functions",
     "ranks",
     "building",
     "quantized",
     "pretrained",
     "parameters",
-    "operators",
     "capture",
     "solving",
     "parallel",

@@ -1,0 +1,42 @@
+"""What acts on every element by itself stands between two layers that are divided as if it were not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_autotp import make_plan
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "tagged": lambda h: torch.hypot(torch.atanh(h.tanh() / 2), torch.fmod(h, 1.5)),
+    "with a tensor": lambda h: torch.lerp(h, -h, h.sigmoid()).fmax(torch.logaddexp(h, h)),
+    "rounded": lambda h: h + torch.round(h, decimals=2) + torch.frac(h),
+    "an activation": lambda h: F.softshrink(F.hardshrink(F.rrelu(h, training=True))),
+    "another name": lambda h: h.subtract(1).divide(3).clip(-1, 1) * h.greater(0),
+    "made of others": lambda h: F.prelu(h, torch.full((1,), 0.1)) + torch.special.expit(h),
+    "in place": lambda h: h.clone().subtract_(1).clip_(-1, 1).hypot_(h),
+    "integers": lambda h: h * (h.int() << 1).bitwise_xor(1),
+}
+
+
+class Between(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.function(self.up(x))).square().mean()
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_the_layers_around_it_are_column_and_row_parallel(name: str) -> None:
+    plan, _ = make_plan(Between(BETWEEN[name]), 2, example_inputs=torch.zeros(16, 64))
+    assert [(item.calls, item.kind) for item in plan.communication] == [(1, "all_reduce")]
+    assert {str(p.layout) for p in plan.parameters if p.names[0].endswith("weight")} == {
+        "S(0: 256 -> 128)", "S(1: 256 -> 128)",
+    }  # fmt: skip
