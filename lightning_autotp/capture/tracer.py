@@ -690,6 +690,9 @@ class Calls(TorchFunctionMode):
                 result = self._constant(func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
+        except Exception:
+            self.tracer.graph.failed_at = self.current[1]
+            raise
         finally:
             self.current, self.numbers = outer
         if len(self.tracer.graph.operators) == recorded:  # it looked at a shape

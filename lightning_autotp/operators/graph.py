@@ -225,6 +225,7 @@ class Graph:
             one operator each.
         untraced: of those of which more is known than that their code depends on values: why they are not looked into.
         failure: what the model's code raised, where it did not come to its end.
+        failed_at: the source line of the last call that raised something.
         example: rows and tokens of the batch that was traced.
         integers: by module, the integers that its code read: its own attributes, and as ``config.NAME`` its config's.
         settings: by module, the names of its own attributes that its code read: plain values, or lists and the like.
@@ -259,6 +260,7 @@ class Graph:
     calls: list[TorchCall] = field(default_factory=list)
     opaque: frozenset[str] = frozenset()
     failure: str = ""
+    failed_at: str = ""
     example: StepSize = field(default_factory=StepSize)
     integers: dict[str, dict[str, int]] = field(default_factory=dict)
     settings: dict[str, dict[str, None]] = field(default_factory=dict)

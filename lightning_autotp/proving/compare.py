@@ -103,7 +103,7 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
         if difference:
             end = _identity_chain(wanted, position, local, tensors)
             if end is not None:
-                if found is not None and found.name == expected.name:
+                if local.failed_at == expected.origin.source if found is None else found.name == expected.name:
                     doubted.setdefault(place, Mismatch(position, expected.origin, difference))
                 position = end
             elif (left_out := _repeats(wanted, position, local, tensors)) is not None:
