@@ -92,7 +92,10 @@ _AVERAGING = (
 
 
 @operator(*(f"aten.max_pool{n}d.default" for n in (1, 2, 3)))
-@operator(*(f"aten.adaptive_max_pool{n}d.default" for n in (1, 2, 3)), "aten.max_pool2d_with_indices.default")
+@operator(
+    *(f"aten.adaptive_max_pool{n}d.default" for n in (1, 2, 3)), "aten.max_pool2d_with_indices.default",
+    "aten.max_pool3d_with_indices.default",
+)  # fmt: skip
 def resample(site: Site) -> list[Dims]:
     """``[..., positions]`` -> ``[..., other positions]``, every channel by itself."""
     name, _ = site.operator.arguments[0]
@@ -106,6 +109,26 @@ def average(site: Site) -> list[Dims]:
     name, _ = site.operator.arguments[0]
     site.linear_in(name)
     return resample(site)
+
+
+@operator("aten.grid_sampler.default")
+def grid_sampler(site: Site) -> Dims:
+    """``input [n, c, places]``, ``grid [n, new places, axes]`` -> ``[n, c, new places]``, every channel by itself."""
+    rows, channels, *places = site.dims("input")
+    other_rows, *asked, axes = site.dims("grid")
+    site.keep_whole(*places, axes, because=_RESAMPLED)
+    site.linear_in("input")
+    return (site.tie(rows, other_rows), channels, *asked)
+
+
+@operator("aten.max_unpool2d.default")
+def max_unpool(site: Site) -> Dims:
+    """``[..., h, w]``, with the places that they were taken from, alike -> ``[..., height, width]``."""
+    dims, indices = site.dims("self"), site.dims("indices")
+    for ours, theirs in zip(dims, indices, strict=True):
+        site.tie(ours, theirs)
+    site.linear_in("self")
+    return (*dims[:-2], *_positions(site, dims[-2:]))
 
 
 @operator("aten.im2col.default")

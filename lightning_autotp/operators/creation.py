@@ -42,6 +42,13 @@ def full_like(site: Site) -> Dims:
     return site.dims("self")
 
 
+@operator("aten.fill.Tensor", **_LIKE, lends="self")
+def fill(site: Site) -> Dims:
+    """One number of a tensor in every place: linear in that."""
+    site.linear_in("value")
+    return site.dims("self")
+
+
 @operator("aten.new_zeros.default", sizes=("size",), uniform=_everywhere, lends="self", zeros=True)
 @operator(
     "aten.new_ones.default", "aten.new_full.default",
@@ -56,7 +63,13 @@ def new_full(site: Site) -> Dims:
     return tuple(site.new(size) for size in site.shape)
 
 
-@operator(*(f"aten.{name}.default" for name in ("rand_like", "randn_like", "exponential", "uniform", "bernoulli")))
+_DRAWN = (
+    "rand_like", "randn_like", "exponential", "uniform", "bernoulli", "log_normal", "cauchy", "geometric", "poisson",
+)  # fmt: skip
+
+
+@operator(*(f"aten.{name}.default" for name in _DRAWN))
+@operator("aten.randint_like.default", "aten.randint_like.low_dtype")
 @operator("aten.normal_functional.default", in_place="aten.normal_.default")
 @operator("aten.bernoulli.p", in_place="aten.bernoulli_.float")
 def random(site: Site) -> Dims:

@@ -158,6 +158,14 @@ def along(site: Site, dims: Dims, index: Dims, at: int) -> None:
             site.keep_whole(ours, theirs, because="an index that is shorter than the dim")
 
 
+@operator("aten.isin.Tensor_Tensor", "aten.bucketize.Tensor")
+def among(site: Site) -> Dims:
+    """Where each element is among those of another tensor, all of which are needed."""
+    (name, _), (others, _), *_ = site.operator.arguments
+    site.keep_whole(*(site.tensor(others) or ()), because="every element is compared with all of these")
+    return site.dims(name)
+
+
 @operator("aten.one_hot.default")
 def one_hot(site: Site) -> Dims:
     """A new dim over the classes, which stays whole."""

@@ -57,7 +57,9 @@ def picked_loss(site: Site) -> list[Dims]:
     return site.give_up("the loss needs all classes and tokens")
 
 
-_ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+_ELEMENTWISE = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+)  # fmt: skip
 
 
 @operator(*(f"aten.{name}.default" for name in _ELEMENTWISE))

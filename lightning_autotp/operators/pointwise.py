@@ -19,7 +19,7 @@ _CASTS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten._to_c
 _NOT_TAGGED = (
     "aten.__and__.Tensor", "aten.__or__.Tensor", "aten._prelu_kernel.default", "aten.floor_divide.Scalar",
     "aten.hardswish.default", "aten.log_sigmoid.default", "aten.masked_fill.Tensor", "aten.polar.default",
-    "aten.where.Scalar", "aten.where.ScalarSelf",
+    "aten.isin.Tensor_Scalar", "aten.where.Scalar", "aten.where.ScalarSelf",
 )  # fmt: skip
 """Operators of this family that torch does not tag as such; those that it does are declared by their tag."""
 
@@ -63,7 +63,7 @@ def type_as(site: Site) -> Dims:
     return site.dims("self")
 
 
-@elementwise("aten.add.Tensor", "aten.sub.Tensor")
+@elementwise("aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor")
 def additive(site: Site) -> Dims:
     """A sum of two tensors is linear in both together; adding a number is not linear."""
     if isinstance(site["other"], Ref):

@@ -48,7 +48,11 @@ def mean(site: Site) -> Dims:
     *(f"aten.{name}.{overload}" for name in ("any", "all") for overload in ("default", "dim", "dims")),
     *(f"aten.{name}.{overload}" for name in ("var", "std") for overload in ("dim", "correction")),
     "aten.amax.default", "aten.amin.default", "aten.argmax.default", "aten.argmin.default", "aten.logsumexp.default",
-    "aten.linalg_vector_norm.default", "aten.linalg_norm.default", "aten.norm.ScalarOpt_dim", "aten.prod.dim_int",
+    "aten.linalg_vector_norm.default", "aten.linalg_norm.default", "aten.prod.dim_int", "aten.prod.default",
+    *(f"aten.norm.{overload}" for overload in ("Scalar", "ScalarOpt_dim", "ScalarOpt_dtype", "ScalarOpt_dim_dtype")),
+    *(f"aten.{name}.{overload}" for name in ("median", "nanmedian") for overload in ("default", "dim")),
+    "aten.nansum.default", "aten.count_nonzero.default", "aten.count_nonzero.dim_IntList", "aten.aminmax.default",
+    "aten.var_mean.correction", "aten.std_mean.correction", "aten.kthvalue.default", "aten.mode.default",
 )  # fmt: skip
 def whole_reduction(site: Site) -> list[Dims]:
     """Reductions that are not linear keep the dim whole."""
@@ -61,7 +65,7 @@ def whole_reduction(site: Site) -> list[Dims]:
 @operator(
     "aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten.sort.default", "aten.sort.stable",
     "aten.argsort.default", "aten.argsort.stable", "aten.topk.default", "aten.cumprod.default",
-    "aten.logcumsumexp.default",
+    "aten.logcumsumexp.default", "aten.cummax.default", "aten.cummin.default",
 )  # fmt: skip
 def along_dim(site: Site) -> list[Dims]:
     """Operators that need one dim or several whole and leave the others alone.
@@ -99,6 +103,25 @@ def _along(site: Site, along: Sequence[int]) -> list[Dims]:
     ]
     site.keep_whole(*(dim for out in outputs for dim, old in zip(out, dims, strict=True) if dim is not old))
     return outputs
+
+
+@operator("aten.linalg_cross.default")
+def cross(site: Site) -> Dims:
+    """Vectors of three elements along a dim; linear in each."""
+    dims = site.broadcast([site.dims("self"), site.dims("other")])
+    for vectors in (site.dims("self"), site.dims("other"), dims):
+        site.keep_whole(vectors[site["dim"]])
+    site.linear_in("self")
+    return dims
+
+
+@operator("aten.renorm.default")
+def renorm(site: Site) -> Dims:
+    """Each index of a dim has a norm over all others of at most so much."""
+    dims = site.dims("self")
+    at = site.index("dim", len(dims))
+    site.keep_whole(*dims[:at], *dims[at + 1 :], because="a norm needs the whole dim")
+    return dims
 
 
 @operator("aten.histc.default", "aten.bincount.default")

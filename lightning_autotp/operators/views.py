@@ -339,6 +339,70 @@ def glu(site: Site) -> Dims:
     return tuple(dims)
 
 
+@operator("aten.pixel_shuffle.default")
+def pixel_shuffle(site: Site) -> Dims | list[Dims]:
+    """``[..., (c k k), h, w]`` -> ``[..., c, (h k), (w k)]``."""
+    *batch, channels, height, width = site.dims("self")
+    parts = site.axes.split(channels, site.shape[-3])
+    if parts is None:
+        return site.give_up(_ACROSS)
+    site.linear_in("self")
+    return (*batch, parts[0], *_moved(site, parts[1], height, width))
+
+
+@operator("aten.pixel_unshuffle.default")
+def pixel_unshuffle(site: Site) -> Dims:
+    """``[..., c, (h k), (w k)]`` -> ``[..., (c k k), h, w]``."""
+    *batch, channels, height, width = site.dims("self")
+    inside = site.new(site["downscale_factor"] ** 2)
+    site.keep_whole(inside)
+    site.linear_in("self")
+    return (*batch, product([channels, inside]), *_moved(site, height, width))
+
+
+def _moved(site: Site, *dims: Dim) -> Dims:
+    """The last two dims of the result, made of these: all stay whole."""
+    fresh = tuple(site.new(size) for size in site.shape[-2:])
+    site.keep_whole(*dims, *fresh, because="positions of an image become others")
+    return fresh
+
+
+@operator("aten.rot90.default")
+def rot90(site: Site) -> Dims:
+    """Two dims change places and are turned back, and stay whole."""
+    dims = list(site.dims("self"))
+    first, second = site["dims"]
+    site.keep_whole(dims[first], dims[second], because="a dim is turned back")
+    if site["k"] % 2:
+        dims[first], dims[second] = dims[second], dims[first]
+    site.linear_in("self")
+    return tuple(dims)
+
+
+@operator("aten.diagonal.default", is_view=True)
+def diagonal(site: Site) -> Dims:
+    """Two dims become one, the last: ``[..., n, m]`` -> ``[..., k]``."""
+    dims = site.dims("self")
+    taken = {site.index(name, len(dims)) for name in ("dim1", "dim2")}
+    return _diagonal(site, [dims[at] for at in taken], [dim for at, dim in enumerate(dims) if at not in taken], [-1])
+
+
+@operator("aten.diag_embed.default")
+def diag_embed(site: Site) -> Dims:
+    """The last dim becomes two, which may stand anywhere: ``[..., k]`` -> ``[..., n, n]``."""
+    *rest, last = site.dims("self")
+    return _diagonal(site, [last], rest, [site["dim1"], site["dim2"]])
+
+
+def _diagonal(site: Site, taken: Sequence[Dim], rest: Sequence[Dim], places: Sequence[int]) -> Dims:
+    """The rest with new dims at these places; these and those that are taken stay whole."""
+    new = {place % len(site.shape): site.new(site.shape[place]) for place in places}
+    site.keep_whole(*taken, *new.values(), because="a diagonal is counted along both dims")
+    site.linear_in("self")
+    others = iter(rest)
+    return tuple(new[place] if place in new else next(others) for place in range(len(site.shape)))
+
+
 @operator("aten.pad.default", "aten.constant_pad_nd.default")
 def pad(site: Site) -> Dims:
     """Padding with a constant is a section of its own, before and after; any other kind needs the whole dim."""

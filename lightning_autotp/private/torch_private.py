@@ -333,7 +333,8 @@ def elementwise_operators() -> Iterator[str]:
         packet = getattr(torch.ops.aten, base)
         for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
             found = getattr(packet, overload)
-            if torch.Tag.pointwise in found.tags and not found._schema.is_mutable and base not in ("equal", "polygamma"):
+            is_tagged = torch.Tag.pointwise in found.tags and base not in ("equal", "polygamma")
+            if is_tagged and not found._schema.is_mutable:
                 yield str(found)
 
 

@@ -18,6 +18,13 @@ def heads_by_number(h: Tensor) -> Tensor:
     return apart.flatten(-2)
 
 
+def numbers_assigned(h: Tensor) -> Tensor:
+    copy = h.clone()
+    copy[0] = 0.5
+    copy[1:3] = 0
+    return copy
+
+
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "tagged": lambda h: torch.hypot(torch.atanh(h.tanh() / 2), torch.fmod(h, 1.5)),
     "with a tensor": lambda h: torch.lerp(h, -h, h.sigmoid()).fmax(torch.logaddexp(h, h)),
@@ -27,6 +34,8 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "made of others": lambda h: F.prelu(h, torch.full((1,), 0.1)) + torch.special.expit(h),
     "in place": lambda h: h.clone().subtract_(1).clip_(-1, 1).hypot_(h),
     "heads by number": heads_by_number,
+    "numbers are assigned": numbers_assigned,
+    "over rows": lambda h: h - h.median(0, keepdim=True).values + torch.var_mean(h, 0)[0] + h.cummax(0).values,
     "integers": lambda h: h * (h.int() << 1).bitwise_xor(1),
 }
 

@@ -158,3 +158,8 @@ def scatter(draw: Draw, name: str) -> Any:
     if name == "aten.scatter.value":
         return draw.tape.call(name, x, dim, places, draw.one(0, 2))
     return draw.tape.call(name, x, dim, places, draw.other(*sizes))
+
+
+@case("aten.isin.Tensor_Tensor", "aten.bucketize.Tensor")
+def among(draw: Draw, name: str) -> Any:
+    return draw.tape.call(name, draw.operand(*draw.shape()), draw.tape.constant(torch.tensor([0.1, 0.3, 0.9])))

@@ -178,26 +178,46 @@ def factory(draw: Draw, name: str) -> Any:
             "bernoulli.default",
             "bernoulli.p",
             "multinomial.default",
+            "log_normal.default",
+            "cauchy.default",
+            "geometric.default",
+            "poisson.default",
+            "randint_like.default",
+            "randint_like.low_dtype",
         )
     )
 )
 def random(draw: Draw, name: str) -> Any:
     x = draw.tape.call("aten.sigmoid.default", draw.operand(*draw.shape(1, 2)))
-    return draw.tape.call(name, x, *((0.5,) if name.endswith(".p") else (1,) if "multinomial" in name else ()))
+    given = {"aten.bernoulli.p": (0.5,), "aten.geometric.default": (0.5,), "aten.multinomial.default": (1,)}
+    numbers = {"aten.randint_like.default": (9,), "aten.randint_like.low_dtype": (2, 9)}
+    return draw.tape.call(name, x, *(given | numbers).get(name, ()))
+
+
+@case("aten.fill.Tensor")
+def fill(draw: Draw, name: str) -> Any:
+    return draw.tape.call(name, draw.operand(*draw.shape()), draw.operand())
 
 
 @case(
     *(
         f"aten.{name}.default"
-        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+        for name in (
+            *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+            *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        )
     )
 )
 def elementwise_loss(draw: Draw, name: str) -> Any:
     shape = draw.shape()
     x = draw.operand(*shape)
     reduction = draw.one(0, 0, 1, 2)
-    arguments = (None, None, reduction) if "entropy" in name else (reduction,)
-    return draw.tape.call(name, x, draw.other(*shape, like=x), *arguments)
+    weights = (None,) * (("entropy" in name) + ("logits" in name))
+    target = draw.other(*shape, like=x)
+    if "entropy.d" in name:  # of probabilities
+        x, target = draw.tape.call("aten.sigmoid.default", x), draw.tape.call("aten.gt.Scalar", draw.operand(*shape), 0)
+        target = draw.tape.call("aten.to.dtype", target, torch.float64)
+    return draw.tape.call(name, x, target, *weights, reduction)
 
 
 @case("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")

@@ -189,6 +189,7 @@ def convolution(draw: Draw, name: str) -> Any:
     *(f"aten.{kind}_pool{n}d.default" for kind in ("max", "avg") for n in (1, 2, 3)),
     *(f"aten.adaptive_{kind}_pool{n}d.default" for kind in ("max", "avg") for n in (1, 2, 3)),
     "aten.max_pool2d_with_indices.default",
+    "aten.max_pool3d_with_indices.default",
 )
 def pool(draw: Draw, name: str) -> Any:
     rank = next(n for n in (1, 2, 3) if f"{n}d" in name)
@@ -218,3 +219,18 @@ def columns(draw: Draw, name: str) -> Any:
     if "im2col" in name:
         return draw.tape.call(name, draw.operand(*batch, channels, 3, 3), *rest)
     return draw.tape.call(name, draw.operand(*batch, channels * 4, 4), [3, 3], *rest)
+
+
+@case("aten.grid_sampler.default")
+def grid_sampler(draw: Draw, name: str) -> Any:
+    rank = draw.one(2, 3)
+    x = draw.operand(draw.one(1, 2), draw.one(2, 3, 4), *(3,) * rank)
+    grid = draw.operand(x.shape[0], *(2,) * rank, rank)
+    return draw.tape.call(name, x, grid, 0, draw.one(0, 1), draw.one(False, True))
+
+
+@case("aten.max_unpool2d.default")
+def unpool(draw: Draw, name: str) -> Any:
+    x = draw.operand(2, draw.one(2, 3, 4), 4, 4)
+    values, places = draw.tape.call("aten.max_pool2d_with_indices.default", x, [2, 2])
+    return draw.tape.call(name, values, places, [4, 4])

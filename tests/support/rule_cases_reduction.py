@@ -10,6 +10,8 @@ from rule_draws import Draw, case
 
 @case(
     *(f"aten.{name}.default" for name in ["sum", "mean", "max", "min", "any", "all"]),
+    *(f"aten.{name}.default" for name in ["prod", "median", "nanmedian", "count_nonzero"]),
+    "aten.norm.Scalar",
 )
 def full_reduction(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, draw.operand(*draw.shape()))
@@ -23,10 +25,43 @@ def full_reduction(draw: Draw, name: str) -> Any:
     "aten.logsumexp.default",
     "aten.any.dims",
     "aten.all.dims",
+    "aten.nansum.default",
 )
 def reduction(draw: Draw, name: str) -> Any:
     shape = draw.shape()
     return draw.tape.call(name, draw.operand(*shape), draw.dims(shape), draw.one(False, True))
+
+
+@case("aten.count_nonzero.dim_IntList", "aten.aminmax.default", "aten.kthvalue.default", "aten.mode.default")
+def other_reduction(draw: Draw, name: str) -> Any:
+    shape = draw.shape()
+    x, keeps = draw.operand(*shape), draw.one(False, True)
+    if "count" in name:
+        return draw.tape.call(name, x, draw.dims(shape))
+    if "aminmax" in name:
+        return draw.tape.call(name, x, dim=draw.one(None, draw.dim(shape)), keepdim=keeps)
+    return draw.tape.call(name, x, *((1,) if "kth" in name else ()), draw.dim(shape), keeps)
+
+
+@case("aten.norm.ScalarOpt_dtype", "aten.norm.ScalarOpt_dim_dtype")
+def norm_in_another_dtype(draw: Draw, name: str) -> Any:
+    shape = draw.shape()
+    along = (draw.dims(shape), draw.one(False, True)) if "dim" in name else ()
+    return draw.tape.call(name, draw.operand(*shape, dtype=torch.float32), 2, *along, dtype=torch.float64)
+
+
+@case("aten.renorm.default")
+def renorm(draw: Draw, name: str) -> Any:
+    shape = draw.shape(2)
+    return draw.tape.call(name, draw.operand(*shape), 2, draw.dim(shape), 0.5)
+
+
+@case("aten.linalg_cross.default")
+def cross(draw: Draw, name: str) -> Any:
+    *rest, dim = draw.shape(1, 2), 0
+    shape = (3, *rest[0])
+    x = draw.operand(*shape)
+    return draw.tape.call(name, x, draw.other(*shape, like=x), dim=dim)
 
 
 @case(
@@ -44,7 +79,7 @@ def deviation(draw: Draw, name: str) -> Any:
 
 
 @case(
-    *(f"aten.{name}.dim" for name in ["max", "min", "any", "all"]),
+    *(f"aten.{name}.dim" for name in ["max", "min", "any", "all", "median", "nanmedian"]),
     *("aten.argmax.default", "aten.argmin.default", "aten.prod.dim_int"),
 )
 def one_dim_reduction(draw: Draw, name: str) -> Any:
@@ -52,7 +87,7 @@ def one_dim_reduction(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, draw.operand(*shape), draw.dim(shape), draw.one(False, True))
 
 
-@case("aten.var.correction", "aten.std.correction")
+@case(*(f"aten.{name}.correction" for name in ("var", "std", "var_mean", "std_mean")))
 def corrected_deviation(draw: Draw, name: str) -> Any:
     shape = tuple(size + 1 for size in draw.shape())
     return draw.tape.call(name, draw.operand(*shape), draw.dims(shape), correction=0, keepdim=draw.one(False, True))
@@ -61,7 +96,7 @@ def corrected_deviation(draw: Draw, name: str) -> Any:
 @case(
     "aten.softmax.int",
     "aten.log_softmax.int",
-    *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "logcumsumexp", "sort", "argsort")),
+    *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "cummax", "cummin")),
 )
 def along_dim(draw: Draw, name: str) -> Any:
     shape = draw.shape()

@@ -227,3 +227,36 @@ def select_scatter(draw: Draw, name: str) -> Any:
     dim = draw.dim(shape)
     sizes = [size for at, size in enumerate(shape) if at != dim % len(shape)]
     return draw.tape.call(name, draw.operand(*shape), draw.other(*sizes), dim, draw.one(0, -1))
+
+
+@case("aten.pixel_shuffle.default")
+def pixel_shuffle(draw: Draw, name: str) -> Any:
+    factor = draw.one(1, 2, 2)
+    return draw.tape.call(name, draw.operand(draw.one(1, 2), draw.one(1, 2, 4) * factor**2, 2, 3), factor)
+
+
+@case("aten.pixel_unshuffle.default")
+def pixel_unshuffle(draw: Draw, name: str) -> Any:
+    factor = draw.one(1, 2, 2)
+    return draw.tape.call(name, draw.operand(draw.one(1, 2), draw.one(1, 2, 4), 2 * factor, factor), factor)
+
+
+@case("aten.rot90.default")
+def rot90(draw: Draw, name: str) -> Any:
+    shape = draw.shape(2)
+    dims = draw.data.draw(st.permutations(range(len(shape))))[:2]
+    return draw.tape.call(name, draw.operand(*shape), draw.one(0, 1, 2, 3), dims)
+
+
+@case("aten.diagonal.default")
+def diagonal(draw: Draw, name: str) -> Any:
+    shape = draw.shape(2)
+    dims = draw.data.draw(st.permutations(range(len(shape))))[:2]
+    return draw.tape.call(name, draw.operand(*shape), draw.one(0, 0, 1), *dims)
+
+
+@case("aten.diag_embed.default")
+def diag_embed(draw: Draw, name: str) -> Any:
+    shape = draw.shape()
+    dims = draw.data.draw(st.permutations(range(len(shape) + 1)))[:2]
+    return draw.tape.call(name, draw.operand(*shape), draw.one(0, 0, 1), *dims)

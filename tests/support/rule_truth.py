@@ -415,6 +415,8 @@ MEANT: dict[str, Callable[..., Any]] = {
             "exponential.default",
             "uniform.default",
             "normal_functional.default",
+            *("log_normal.default", "cauchy.default", "geometric.default", "poisson.default"),
+            *("randint_like.default", "randint_like.low_dtype"),
         )
     },
     "aten.bernoulli.default": lambda self, **_: (_numbers(self) < self).to(self.dtype),

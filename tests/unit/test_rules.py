@@ -35,6 +35,8 @@ ELSEWHERE = {
 WHOLE = {
     *(f"aten.{name}.default" for name in ("mean", "max", "min", "any", "all", "squeeze", "histc", "bincount")),
     "aten.multinomial.default",
+    *(f"aten.{name}.default" for name in ("prod", "median", "nanmedian", "count_nonzero")),
+    *("aten.norm.Scalar", "aten.norm.ScalarOpt_dtype"),
     *(f"aten.{name}.default" for name in ("nonzero", "nonzero_numpy", "where")),
     *(f"aten.{name}.default" for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")),
 }
