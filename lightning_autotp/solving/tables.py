@@ -119,6 +119,7 @@ class Tables:
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._fullest: dict[tuple[int, int], float] = {}
         self._told: dict[tuple[int, int], bool] = {}
+        self._told_apart: dict[int, Hashable] = {}
         self.planned: PlanConstraints | None = None
         self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float, float]] = {}
@@ -307,15 +308,24 @@ class Tables:
         return self.sizes.kind(axis), axis in self.growing, axis in self._residual
 
     def _of_tensor(self, relation: Relation, tensor: int) -> Hashable:
-        info, dims = self.graph.tensors[tensor], relation.inputs.get(tensor) or relation.outputs.get(tensor, ())
-        is_static = tensor not in self.dims
+        if tensor not in self.dims:  # which may be another thing to each operator that reads it
+            at_call = self._convertible(relation, tensor), self._is_zero(tensor)
+            return self._facts(tensor, relation.inputs[tensor]), at_call
+        found = self._told_apart.get(tensor)
+        if found is None:
+            found = self._told_apart[tensor] = self._facts(tensor, self.dims[tensor])
+        return found
+
+    def _facts(self, tensor: int, dims: Dims) -> Hashable:
+        info = self.graph.tensors[tensor]
         return (
             info.shape,
             info.itemsize,
             tensor in self.graph.parameters,
             self.sizes.copies(tensor, dims),
-            (self._convertible(relation, tensor), self._is_zero(tensor)) if is_static else (),
-            tuple(tensor in each for each in (self._read_again, self._kept, self._kept_in_parts)),
+            tensor in self._read_again,
+            tensor in self._kept,
+            tensor in self._kept_in_parts,
         )
 
     def _of_place(self, operator: Operator) -> Hashable:
