@@ -28,7 +28,7 @@ from lightning_autotp.operators.graph import Operator
 from lightning_autotp.proving.compare import Mismatch, compare
 from lightning_autotp.ranks.agreement import made_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.plan_from_solution import runs_apart
+from lightning_autotp.solving.plan_from_solution import runs_apart, with_sizes
 from lightning_autotp.solving.solution import Solution
 
 PROVING = "proving a new kind of call"
@@ -54,7 +54,7 @@ def find_sizes(
     model: nn.Module,
     example_inputs: object,
     solution: Solution,
-    plan_with: Callable[[Solution, tuple[SizePlan, ...]], Plan],
+    plan_of: Callable[[Solution], Plan],
     known: tuple[SizePlan, ...] = (),
 ) -> tuple[Plan, Solution]:
     """The plan with every size that must be local, proven on one rank of every kind, and the solution it carries out.
@@ -63,12 +63,18 @@ def find_sizes(
         model: the original model (it is copied).
         example_inputs: the batch that the solution's graph was captured with.
         solution: the layouts.
-        plan_with: makes the plan for a solution and sizes.
+        plan_of: makes the plan for a solution, without sizes.
         known: sizes that must be local in any case.
 
     Raises:
         Unlocalizable: if no choice of sizes gives the right trace.
     """
+    plans: list[tuple[Solution, Plan]] = []  # of the solutions that are tried
+
+    def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
+        if not plans or plans[-1][0] is not solution:
+            plans.append((solution, plan_of(solution)))
+        return with_sizes(plans[-1][1], sizes, solution.graph)
 
     def differences(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> dict[int, Mismatch | None]:
         local = meta_copy(model)
