@@ -88,6 +88,14 @@ class Descriptions:
             tuple([self._axis(axis) for axis in axes]),
         )
 
+    def of_tensor(self, tensor: int, dims: Dims) -> Hashable:
+        """What the layouts depend on that candidates give a tensor, in their order."""
+        structure, there = self._known(dims)
+        axes: dict[int, int] = {}
+        order = [axes.setdefault(axis, len(axes)) for axis in there]
+        candidates = [self._candidate(number, axes) for number in self._touching[tensor]]
+        return structure, tuple(order), tuple(candidates), tuple([self._axis(axis) for axis in axes])
+
     def _known(self, dims: Dims) -> tuple[int, list[int]]:
         """The :meth:`_structure` of a tensor's dims, which are the same object in all relations of the tensor."""
         found = self._made_of.get(id(dims))
