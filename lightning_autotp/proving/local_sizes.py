@@ -18,7 +18,7 @@ from itertools import combinations, product
 
 from torch import nn
 
-from lightning_autotp.applying.replace import BoundaryConversion, apply_plan, hook_boundary
+from lightning_autotp.applying.replace import BoundaryConversion, apply_plan, hook_boundary, set_size
 from lightning_autotp.capture.capture import ExampleCall, capture_local, meta_copy
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, Plan, SizePlan
@@ -76,10 +76,23 @@ def find_sizes(
             plans.append((solution, plan_of(solution)))
         return with_sizes(plans[-1][1], sizes, solution.graph)
 
+    made: dict[int, tuple[Solution, tuple[SizePlan, ...], nn.Module]] = {}
+
+    def local_model(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> nn.Module:
+        """A rank's local model: that of the last trial, if only more attributes are to be local."""
+        of, before, local = made.get(rank, (None, (), model))
+        more = sizes[len(before) :]
+        if of is solution and sizes[: len(before)] == before and all(size.call is None for size in more):
+            for size in more:
+                set_size(local, size, size.local[rank])
+        else:
+            local = meta_copy(model)
+            apply_plan(local, plan_with(solution, sizes), TPGroup("", rank, solution.ranks))
+        made[rank] = solution, sizes, local
+        return local
+
     def differences(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> dict[int, Mismatch | None]:
-        local = meta_copy(model)
-        apply_plan(local, plan_with(solution, sizes), TPGroup("", rank, solution.ranks))
-        found = capture_local(local, example_inputs, solution.graph)
+        found = capture_local(local_model(solution, sizes, rank), example_inputs, solution.graph)
         return {rank: compare(found, solution, rank)}
 
     search = _Search(model, solution, differences, in_calls=True)
