@@ -12,6 +12,7 @@ import copy
 import inspect
 import os
 import sys
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -681,22 +682,33 @@ def meta_copy(model: nn.Module, stand_in: Callable[[Tensor], Tensor] = on_meta) 
         for value in vars(module).values():  # every module has some ten that are empty, which deepcopy is slow to make
             if type(value) in (OrderedDict, set) and not value:
                 memo[id(value)] = type(value)()
+    modules = list(model.modules())
+    own_way = {kind for kind in {*map(type, modules)} if _is_copied_by_itself(kind)}
+    # As deepcopy copies them, but for all that it asks about each of the values that it hands on as they are.
+    ordinary = [each for each in modules if type(each) not in own_way and "__deepcopy__" not in vars(each)]
+    memo |= {id(module): type(module).__new__(type(module)) for module in ordinary}
+    for module in ordinary:
+        held = module.__getstate__().items()
+        here = {name: one if type(one) in _HANDED_ON else copy.deepcopy(one, memo) for name, one in held}
+        memo[id(module)].__setstate__(here)
     copied = copy.deepcopy(model, memo)
-    for module in model.modules():
-        if _is_copied_by_itself(module):
+    for module in modules:
+        if type(module) in own_way:
             here = vars(memo[id(module)])
             here.update({key: copy.deepcopy(vars(module)[key], memo) for key in _OF_EVERY_MODULE & vars(module).keys()})
     return copied
 
 
+_HANDED_ON = frozenset((bool, int, float, complex, str, bytes, type, type(None), types.FunctionType))
+"""Types whose values are their own copies."""
+
 _OF_EVERY_MODULE = vars(nn.Module()).keys() | {"forward"}
 """What a module holds whatever its class is: hooks, the mode, a forward that was put in the place of the class's."""
 
 
-def _is_copied_by_itself(module: nn.Module) -> bool:
-    """Whether the module's class says how it is copied: by making it anew from its options, say, without its hooks."""
-    kind = type(module)
-    ways = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+def _is_copied_by_itself(kind: type[nn.Module]) -> bool:
+    """Whether a module's class says how it is copied: by making it anew from its options, say, without its hooks."""
+    ways = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
     return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
 
 

@@ -121,17 +121,17 @@ class SizeOrigins:
         if tied is None:
             return None
         axes, read, made = tied
+        return self._spelled(axes.resolve(made[tensor][dim]), operator, read)
 
-        def spelled(of: Dim) -> Expression | None:
-            if of in read:
-                return _size(*read[of])
-            if isinstance(of, Product):
-                return _all("mul", map(spelled, of.factors)) if of.factors else 1
-            if isinstance(of, Concat):
-                return _all("add", map(spelled, of.sections)) if of.sections else 0
-            return self._number(operator, of.size)
-
-        return spelled(axes.resolve(made[tensor][dim]))
+    def _spelled(self, of: Dim, operator: Operator, read: Mapping[Dim, _Size]) -> Expression | None:
+        """A dim of an operator by those that it reads."""
+        if of in read:
+            return _size(*read[of])
+        if isinstance(of, Product):
+            return _all("mul", [self._spelled(one, operator, read) for one in of.factors]) if of.factors else 1
+        if isinstance(of, Concat):
+            return _all("add", [self._spelled(one, operator, read) for one in of.sections]) if of.sections else 0
+        return self._number(operator, of.size)
 
     def _tied(self, operator: Operator) -> tuple[Axes, Mapping[Dim, _Size], Mapping[int, Sequence[Dim]]] | None:
         known = record(operator.name)

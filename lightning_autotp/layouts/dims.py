@@ -107,20 +107,21 @@ def spelled(dim: Dim) -> str:
 
 def shardable(dims: Sequence[Dim], axes: frozenset[int]) -> bool:
     """Whether cutting ``axes`` cuts a tensor of these dims into boxes: each axis in one dim, once in a product."""
-
-    def repeats(dim: Dim) -> bool:
-        if isinstance(dim, Axis):
-            return False
-        parts = dim.factors if isinstance(dim, Product) else dim.sections
-        if any(repeats(part) for part in parts):
-            return True
-        if isinstance(dim, Concat):
-            return False
-        seen = [axis for part in parts for axis in {leaf.id for leaf in leaves(part)} & axes]
-        return len(seen) != len(set(seen))
-
     held = [{leaf.id for leaf in leaves(dim)} & axes for dim in dims]
-    return not any(repeats(dim) for dim in dims) and sum(map(len, held)) == len(set().union(*held))
+    return sum(map(len, held)) == len(set().union(*held)) and not any(_repeats(dim, axes) for dim in dims)
+
+
+def _repeats(dim: Dim, axes: frozenset[int]) -> bool:
+    """Whether a product in a (resolved) dim has one of these axes twice."""
+    if isinstance(dim, Axis):
+        return False
+    parts = dim.factors if isinstance(dim, Product) else dim.sections
+    if any(_repeats(part, axes) for part in parts):
+        return True
+    if isinstance(dim, Concat):
+        return False
+    seen = [axis for part in parts for axis in {leaf.id for leaf in leaves(part)} & axes]
+    return len(seen) != len(set(seen))
 
 
 def depth(dim: Dim, axes: frozenset[int]) -> int:

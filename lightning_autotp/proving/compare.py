@@ -267,7 +267,6 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
     known = record(operator.name)
     if known is None:
         return _Expected(operator.name, operator.arguments, shapes, operator)
-    sharded = any(isinstance(_layout(solution, tensor), Shard) for tensor in (*operator.inputs, *operator.outputs))
     local: dict[str, Any] = {}
     shares: dict[str, int] = {}
     for name, tensor_name, dim_name in known.positions(operator):
@@ -289,16 +288,19 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
             shares[name] = operator.argument(name) * owned.local_size(rank) // owned.size
     reads = solution.indices(operator).items()
     functions = {name: _of_rank(operator.argument(name), owned, rank) for name, owned in reads}
-    arguments = tuple(
-        (name, shares[name])
-        if name in shares
-        else (name, functions[name])
-        if name in functions
-        else (name, _Offset(local[name], dict(operator.arguments)[name]) if name in local else value)
-        for name, value in operator.arguments
-    )
-    free = set(known.sizes if sharded else ())
-    return _Expected(operator.name, arguments, shapes, operator, frozenset(free))
+    arguments = operator.arguments
+    if shares or functions or local:
+        arguments = tuple(
+            (name, shares[name])
+            if name in shares
+            else (name, functions[name])
+            if name in functions
+            else (name, _Offset(local[name], dict(operator.arguments)[name]) if name in local else value)
+            for name, value in operator.arguments
+        )
+    tensors = (*operator.inputs, *operator.outputs) if known.sizes else ()
+    sharded = any(isinstance(_layout(solution, tensor), Shard) for tensor in tensors)
+    return _Expected(operator.name, arguments, shapes, operator, frozenset(known.sizes if sharded else ()))
 
 
 def _of_rank(argument: Any, owned: Iterable[tuple[int, Ownership]], rank: int) -> tuple[Any, ...]:

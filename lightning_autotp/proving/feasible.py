@@ -255,18 +255,14 @@ class _Search:
         return solve(self.graph, self.ranks, IMPLEMENTATIONS, profile, self.blocked, tokens, pins, **tokens_as)
 
     def _carried_out(self, solution: Solution) -> tuple[Plan, Solution]:
-        def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
+        def plan_of(solution: Solution) -> Plan:
+            name, options = type(self.model).__name__, self.options
             return plan_from_solution(
-                solution,
-                type(self.model).__name__,
-                self.parameters,
-                sizes,
-                self.options.traced_with,
-                self.options.device,
+                solution, name, self.parameters, traced_with=options.traced_with, device=options.device
             )
 
         known = tuple(size for sizes in self.experts.values() for size in sizes)
-        return find_sizes(self.model, self.inputs, solution, plan_with, known)
+        return find_sizes(self.model, self.inputs, solution, plan_of, known)
 
 
 def _cut(layout: Layout | None) -> int | None:

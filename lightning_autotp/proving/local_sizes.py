@@ -18,7 +18,7 @@ from itertools import combinations, product
 
 from torch import nn
 
-from lightning_autotp.applying.replace import BoundaryConversion, apply_plan, hook_boundary
+from lightning_autotp.applying.replace import BoundaryConversion, apply_plan, hook_boundary, set_size
 from lightning_autotp.capture.capture import ExampleCall, capture_local, meta_copy
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, Plan, SizePlan
@@ -28,7 +28,7 @@ from lightning_autotp.operators.graph import Operator
 from lightning_autotp.proving.compare import Mismatch, compare
 from lightning_autotp.ranks.agreement import made_together
 from lightning_autotp.ranks.group import TPGroup
-from lightning_autotp.solving.plan_from_solution import runs_apart
+from lightning_autotp.solving.plan_from_solution import runs_apart, with_sizes
 from lightning_autotp.solving.solution import Solution
 
 PROVING = "proving a new kind of call"
@@ -54,7 +54,7 @@ def find_sizes(
     model: nn.Module,
     example_inputs: object,
     solution: Solution,
-    plan_with: Callable[[Solution, tuple[SizePlan, ...]], Plan],
+    plan_of: Callable[[Solution], Plan],
     known: tuple[SizePlan, ...] = (),
 ) -> tuple[Plan, Solution]:
     """The plan with every size that must be local, proven on one rank of every kind, and the solution it carries out.
@@ -63,17 +63,36 @@ def find_sizes(
         model: the original model (it is copied).
         example_inputs: the batch that the solution's graph was captured with.
         solution: the layouts.
-        plan_with: makes the plan for a solution and sizes.
+        plan_of: makes the plan for a solution, without sizes.
         known: sizes that must be local in any case.
 
     Raises:
         Unlocalizable: if no choice of sizes gives the right trace.
     """
+    plans: list[tuple[Solution, Plan]] = []  # of the solutions that are tried
+
+    def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
+        if not plans or plans[-1][0] is not solution:
+            plans.append((solution, plan_of(solution)))
+        return with_sizes(plans[-1][1], sizes, solution.graph)
+
+    made: dict[int, tuple[Solution, tuple[SizePlan, ...], nn.Module]] = {}
+
+    def local_model(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> nn.Module:
+        """A rank's local model: that of the last trial, if only more attributes are to be local."""
+        of, before, local = made.get(rank, (None, (), model))
+        more = sizes[len(before) :]
+        if of is solution and sizes[: len(before)] == before and all(size.call is None for size in more):
+            for size in more:
+                set_size(local, size, size.local[rank])
+        else:
+            local = meta_copy(model)
+            apply_plan(local, plan_with(solution, sizes), TPGroup("", rank, solution.ranks))
+        made[rank] = solution, sizes, local
+        return local
 
     def differences(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> dict[int, Mismatch | None]:
-        local = meta_copy(model)
-        apply_plan(local, plan_with(solution, sizes), TPGroup("", rank, solution.ranks))
-        found = capture_local(local, example_inputs, solution.graph)
+        found = capture_local(local_model(solution, sizes, rank), example_inputs, solution.graph)
         return {rank: compare(found, solution, rank)}
 
     search = _Search(model, solution, differences, in_calls=True)

@@ -187,21 +187,20 @@ class Elimination:
         for number, table in tables.items():
             for variable in table.scope:
                 holders.setdefault(variable, set()).add(number)
-
-        def degree(variable: int) -> int:
-            return len({other for number in holders[variable] for other in tables[number].scope})
-
-        queue = [(degree(variable), variable) for variable in holders]
+        around: dict[int, set[int]] = {variable: set() for variable in holders}  # variables in a table together
+        for table in self.tables:
+            for variable in table.scope:
+                around[variable].update(table.scope)
+        waiting = {variable: len(others) for variable, others in around.items()}
+        queue = [(degree, variable) for variable, degree in waiting.items()]
         heapq.heapify(queue)
         choices: list[tuple[int, tuple[int, ...], _Elimination]] = []
         total = 0.0
         while queue:
-            expected, variable = heapq.heappop(queue)
-            if variable not in holders:
-                continue
-            if (now := degree(variable)) != expected:
-                heapq.heappush(queue, (now, variable))
-                continue
+            degree, variable = heapq.heappop(queue)
+            if waiting.get(variable) != degree:
+                continue  # it is gone, or was queued again with what its degree is by now
+            del waiting[variable]
             numbers = sorted(holders[variable])
             try:
                 scope, step = self._eliminate(variable, [tables[number] for number in numbers])
@@ -217,8 +216,13 @@ class Elimination:
             fresh = len(self.tables) + len(choices)
             tables[fresh] = Table(scope, step.rows)
             for other in scope:
-                holders[other] = (holders[other] - set(numbers)) | {fresh}
-                heapq.heappush(queue, (degree(other), other))
+                holders[other].difference_update(numbers)
+                holders[other].add(fresh)
+                around[other].update(scope)
+                around[other].remove(variable)
+                if waiting.get(other) != (degree := len(around[other])):
+                    waiting[other] = degree
+                    heapq.heappush(queue, (degree, other))
         values: dict[int, int] = {}
         bound = total
         if holders:
@@ -240,28 +244,26 @@ class Elimination:
 
     def _eliminate(self, variable: int, tables: list[Table]) -> tuple[tuple[int, ...], _Elimination]:
         """Join the tables and minimise over the variable: the remaining scope, and the step."""
-        order = list(dict.fromkeys(other for table in tables for other in table.scope))
-        place = {other: position for position, other in enumerate(order)}
-        key = (place[variable], *((tuple(place[other] for other in table.scope), table.rows) for table in tables))
-        if key not in self._steps:
-            joined = _join(
-                [(tuple(place[other] for other in table.scope), self._rows[table.rows]) for table in tables],
-                self._most_rows,
-            )
+        place: dict[int, int] = {}
+        placed = [(table.rows, *[place.setdefault(one, len(place)) for one in table.scope]) for table in tables]
+        order, own = list(place), place[variable]
+        key = (own, *placed)
+        step = self._steps.get(key)
+        if step is None:
+            joined = _join([(scope, self._rows[rows]) for rows, *scope in placed], self._most_rows)
             if not len(joined.values):
                 raise NoAssignment(variable)
-            rest = tuple(position for position in range(len(order)) if position != place[variable])
-            left, own = joined.values[:, rest], joined.values[:, place[variable]]
+            rest = tuple(position for position in range(len(order)) if position != own)
+            left, values = joined.values[:, rest], joined.values[:, own]
             codes = _codes(left)
-            cheapest = np.lexsort((own, joined.costs, codes))
+            cheapest = np.lexsort((values, joined.costs, codes))
             codes = codes[cheapest]
             first = cheapest[np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))]
             costs = joined.costs[first]
             least = float(costs.min())
             rows = self._intern(_Rows(np.ascontiguousarray(left[first]), costs - least))
-            self._steps[key] = _Elimination(rest, rows, own[first], least)
-        step = self._steps[key]
-        return tuple(order[position] for position in step.rest), step
+            step = self._steps[key] = _Elimination(rest, rows, values[first], least)
+        return tuple([order[position] for position in step.rest]), step
 
 
 def _codes(values: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -275,7 +277,7 @@ def _codes(values: NDArray[np.int32]) -> NDArray[np.int64]:
     return codes
 
 
-def _join(tables: Iterable[tuple[tuple[int, ...], _Rows]], most_rows: int) -> _Rows:
+def _join(tables: Iterable[tuple[Sequence[int], _Rows]], most_rows: int) -> _Rows:
     """Rows over all positions 0..n-1, in this order of positions, that every table allows; costs add up."""
     scope: tuple[int, ...] = ()
     values, costs = np.zeros((1, 0), np.int32), np.zeros(1)

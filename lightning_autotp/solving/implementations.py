@@ -129,6 +129,7 @@ class Implementations:
                 )
             self._by_name[entry.name] = entry
             self._by_operator.setdefault((entry.operator, entry.layer), []).append(entry)
+        self._of: dict[tuple[str, str], tuple[Implementation, ...]] = {}
 
     def __iter__(self) -> Iterator[Implementation]:
         return iter(self._by_name.values())
@@ -143,10 +144,13 @@ class Implementations:
             raise KeyError(f"no parallel implementation is called {name!r}: there are {', '.join(self._by_name)}")
         return self._by_name[name]
 
-    def of(self, operator: Operator) -> list[Implementation]:
+    def of(self, operator: Operator) -> tuple[Implementation, ...]:
         """Those that may run an operator: its layer's, or those for a call anywhere."""
-        in_layer = self._by_operator.get((operator.name, operator.layer), []) if operator.layer else []
-        return [*in_layer, *self._by_operator.get((operator.name, ""), [])]
+        key = operator.name, operator.layer
+        if key not in self._of:
+            in_layer = self._by_operator.get(key, []) if operator.layer else []
+            self._of[key] = (*in_layer, *self._by_operator.get((operator.name, ""), []))
+        return self._of[key]
 
     def is_layer(self, operator: Operator) -> bool:
         """Whether the operator is one that a layer runs which can be replaced as a whole."""

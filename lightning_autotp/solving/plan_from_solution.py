@@ -78,7 +78,6 @@ def plan_from_solution(
                 *(_planned(change, view=True) for change in solution.global_views),
             ]
         ),
-        sizes=sizes,
         draws=tuple(dict.fromkeys(_draw(solution, number) for number in sorted(solution.drawing))),
         indices=tuple(dict.fromkeys(_indices(solution))),
         made_local=tuple(dict.fromkeys(_made_local(solution, number) for number in sorted(solution.made_local))),
@@ -94,7 +93,19 @@ def plan_from_solution(
         divided_work=solution.divided_work,
         whole_work=solution.whole_work,
     )
-    return replace(plan, runs=runs_apart(plan, solution.graph))
+    return with_sizes(plan, sizes, solution.graph)
+
+
+def with_sizes(plan: Plan, sizes: tuple[SizePlan, ...], graph: Graph) -> Plan:
+    """The plan with these sizes that must be local, in place of its own.
+
+    Args:
+        plan: the plan.
+        sizes: the sizes.
+        graph: what it was made for.
+    """
+    sized = replace(plan, sizes=sizes)
+    return replace(sized, runs=runs_apart(sized, graph))
 
 
 def _kind_of(device: str) -> str:

@@ -75,12 +75,14 @@ class ScaledSizes:
                 if info.is_static and info.dtype.startswith(("int", "uint")):
                     for dim in dims:
                         self._recognise(dim, everywhere=True)
-        found: dict[Dim, None] = {}
-        for relation in relations:
-            for tensor, dims in (*relation.inputs.items(), *relation.outputs.items()):
-                if tensor not in graph.parameters:
-                    found |= dict.fromkeys(dims)
-        for dim in found:
+        # Relations that share a tensor share its dims, too: each is looked at once.
+        every = {
+            id(dims): dims
+            for relation in relations
+            for tensor, dims in (*relation.inputs.items(), *relation.outputs.items())
+            if tensor not in graph.parameters
+        }
+        for dim in dict.fromkeys(dim for dims in every.values() for dim in dims):
             self._recognise(dim)
         known = self._kinds.keys() | self._in_parameters
         self._kinds |= {axis: _TOKENS for axis in positions if axis not in known}

@@ -188,7 +188,9 @@ class Reasons:
         is_possible = obstacle is None or any(
             self._refused(tensor, number, converting=True) is None for number in numbers[1:]
         )
-        if is_possible:
+        if is_possible and self._is_whole_around(tensor, numbers[0]):
+            obstacle = None
+        elif is_possible:
             obstacle = self._refused(tensor, numbers[0], converting=False)
         return _Along(dim, length, obstacle, is_possible)
 
@@ -217,24 +219,56 @@ class Reasons:
             number: the candidate.
             converting: whether shards may be made of other types, and others of shards, where a layout may change.
         """
-        narrowed: dict[int, int] = {}
-        left = {tensor: 1 << self._domains[tensor].index(number)}
-        tables, readers, alone = self._tables.tables, self._readers, self._alone
-        queue = deque(readers[tensor])
+        left, narrowed = {tensor: self._only(tensor, number)}, dict[int, int]()
+        found = self._followed((tensor,), left, self._alone, converting, narrowed)
+        return None if found is None else self._conflict(found[0], tensor, number, found[1], converting, narrowed)
+
+    def _is_whole_around(self, tensor: int, number: int) -> bool:
+        """Whether a parameter can be cut by a candidate, nothing being gathered, with all whole that it does not cut.
+
+        Where it can, nothing refuses it, which :meth:`_refused` would know only after it has followed what is whole
+        through the whole model, for the parameters of each layer.
+        """
+        if not self._all_whole:
+            return False
+        near = self._around[number]
+        left = {variable: self._alone[variable] for variable in near} | {tensor: self._only(tensor, number)}
+        starts: tuple[Sequence[int], ...] = (tensor,), near
+        return all(self._followed(start, left, self._all_whole, False, {}) is None for start in starts)
+
+    def _followed(
+        self,
+        start: Sequence[int],
+        left: dict[int, int],
+        others: Mapping[int, int],
+        converting: bool,
+        narrowed: dict[int, int],
+    ) -> tuple[int, tuple[frozenset[int], ...]] | None:
+        """The first operator that has no types left to run at, and the types of its variables; ``None`` if all have.
+
+        Args:
+            start: the variables around which operators are asked first.
+            left: the types of some variables, which are narrowed.
+            others: the types of all others.
+            converting: as for :meth:`_refused`.
+            narrowed: takes for each variable that is narrowed by which operator.
+        """
+        tables, readers = self._tables.tables, self._readers
+        queue = deque(dict.fromkeys(at for variable in start for at in readers[variable]))
         waiting = {*queue}
         known = self._known(converting)
         while queue:
             at = queue.popleft()
             waiting.remove(at)
             scope = tables[at].scope
-            types = tuple([left.get(variable) or alone[variable] for variable in scope])
+            types = tuple([left.get(variable) or others[variable] for variable in scope])
             kept = known[at].get(types)
             if kept is None:
                 kept = known[at][types] = self._kept(at, converting, types)
             if kept == types:
                 continue
             if not kept:
-                return self._conflict(at, tensor, number, tuple(map(_codes, types)), converting, narrowed)
+                return at, tuple(map(_codes, types))
             for variable, before, after in zip(scope, types, kept, strict=True):
                 if after != before:
                     left[variable], narrowed[variable] = after, at
@@ -313,10 +347,20 @@ class Reasons:
         if converting not in self._found:
             alike: dict[tuple[int, int | None], dict[tuple[int, ...], tuple[int, ...]]] = {}
             self._found[converting] = [
-                alike.setdefault((table.rows, None if converting or relation.operator.boundary is None else at), {})
-                for at, (table, relation) in enumerate(zip(self._tables.tables, self._tables.relations, strict=True))
+                alike.setdefault((table.rows, None if converting else self._told_apart(at)), {})
+                for at, table in enumerate(self._tables.tables)
             ]
         return self._found[converting]
+
+    def _told_apart(self, at: int) -> int | None:
+        """What tells an operator from others with its table, where nothing may be converted: which kinds are the same.
+
+        At a boundary whose tensors may be of the same kinds, the numbers of these say it; else it is like no other.
+        """
+        if self._tables.relations[at].operator.boundary is None:
+            return None
+        first, *rest = [self._domains[variable] for variable in self._tables.tables[at].scope]
+        return _SAME_KINDS if all(domain == first for domain in rest) else at
 
     def _rows(self, at: int, converting: bool) -> Collection[Row]:
         """The combinations of types at which an operator may run."""
@@ -328,6 +372,10 @@ class Reasons:
         kinds = {row: [domain[code] for domain, code in zip(domains, row, strict=True)] for row in rows}
         return [row for row, (a, *rest) in kinds.items() if rest in ([], [a]) or {str} == {*map(type, (a, *rest))}]
 
+    def _only(self, tensor: int, number: int) -> int:
+        """That a tensor is cut by this candidate, as bits."""
+        return 1 << self._domains[tensor].index(number)
+
     def _any(self, variable: int) -> frozenset[int]:
         return frozenset(range(len(self._domains[variable])))
 
@@ -335,6 +383,22 @@ class Reasons:
     def _alone(self) -> dict[int, int]:
         """The types that each variable may have by itself, as bits."""
         return {variable: _types(self._restricted.get(variable) or self._any(variable)) for variable in self._domains}
+
+    @cached_property
+    def _all_whole(self) -> dict[int, int]:
+        """The types that each variable may have where nothing is cut, as bits; none if that cannot be."""
+        left = {variable: types & _WHOLE for variable, types in self._alone.items()}
+        possible = all(left.values()) and self._followed([*self._readers], left, {}, False, {}) is None
+        return left if possible else {}
+
+    @cached_property
+    def _around(self) -> dict[int, list[int]]:
+        """The variables that each candidate cuts."""
+        found: dict[int, list[int]] = {}
+        for variable in self._readers:
+            for number in self._tables.touching[variable]:
+                found.setdefault(number, []).append(variable)
+        return found
 
     @cached_property
     def _restricted(self) -> dict[int, frozenset[int]]:
@@ -359,6 +423,11 @@ class Reasons:
                 found[tensor] = f"its operand {name} is {how}"
         return found
 
+
+_SAME_KINDS = -1
+
+_WHOLE = 0b11
+"""Invariant and Replicate, the first types of every variable, as bits."""
 
 _UNUSED = "not used in the traced forward"
 

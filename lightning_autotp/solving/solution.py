@@ -87,9 +87,11 @@ class Solution:
 
     def indices(self, operator: Operator) -> dict[str, tuple[tuple[int, Ownership], ...]]:
         """Functions among an operator's arguments that read indices of sharded dims: at which places, and of which."""
-        known, arguments = record(operator.name), dict(operator.arguments)
-        found: dict[str, tuple[tuple[int, Ownership], ...]] = {}
-        for name, place, tensor_name, dim in () if known is None else known.indices:
+        known, found = record(operator.name), dict[str, tuple[tuple[int, Ownership], ...]]()
+        if known is None or not known.indices:
+            return found
+        arguments = dict(operator.arguments)
+        for name, place, tensor_name, dim in known.indices:
             called = CalledFunction.of(arguments.get(name))
             if called is not None and place in dict(called.reads):
                 tensor = operator.argument(tensor_name).tensor

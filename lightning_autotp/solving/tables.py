@@ -115,10 +115,13 @@ class Tables:
         self.leaves = static_operands(graph, implementations)
         self.layers = {operator.module for operator in graph.operators if implementations.is_layer(operator)}
         alike: dict[Dims, int] = {}
-        self._alike = {tensor: alike.setdefault(dims, len(alike)) for tensor, dims in self.dims.items()}
+        every = {id(dims): dims for dims in self.dims.values()}  # many tensors' dims are the same object
+        numbered = {one: alike.setdefault(dims, len(alike)) for one, dims in every.items()}
+        self._alike = {tensor: numbered[id(dims)] for tensor, dims in self.dims.items()}
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._fullest: dict[tuple[int, int], float] = {}
         self._told: dict[tuple[int, int], bool] = {}
+        self._told_apart: dict[int, Hashable] = {}
         self.planned: PlanConstraints | None = None
         self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float, float]] = {}
@@ -244,34 +247,28 @@ class Tables:
         """Every table, and the kinds that the numbers in it stand for."""
         problem = Elimination()
         domains: dict[int, tuple[Kind, ...]] = {t: (I, R, P, *self.touching[t]) for t in self.dims}
-        codes = {tensor: {kind: code for code, kind in enumerate(domain)} for tensor, domain in domains.items()}
-        for tensor in self.graph.parameters:
-            if tensor in self.dims:
-                costs = dict(self._parameter(tensor))
-                if self.planned is not None:
-                    costs = {self.planned.parameters[tensor]: 0.0}
-                problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in costs.items()})
+        is_free = self.planned is None  # else a table also depends on what the plan says there
+        descriptions = Descriptions(self.shardings, self.touching, self._of_axis) if is_free else None
+        self._add_parameters(problem, domains, descriptions)
         for tensor in self.dims.keys() - self.producer.keys() - self.graph.parameters.keys():
-            problem.add((tensor,), {(codes[tensor][I],): 0.0})  # an input: what the caller gives is whole
+            problem.add((tensor,), {(domains[tensor].index(I),): 0.0})  # an input: what the caller gives is whole
         for tensor in set(self.graph.outputs) & self.dims.keys():
             shown = self.view_boundaries(tensor)
             is_planned = self.planned is None or all(self.planned.shows(operator.boundary) for operator in shown)
             allowed: list[Kind] = [I, *(self.touching[tensor] if shown and is_planned else ())]
-            problem.add((self.first.get(tensor, tensor),), {(codes[tensor][kind],): 0.0 for kind in allowed})
+            problem.add((self.first.get(tensor, tensor),), {(domains[tensor].index(kind),): 0.0 for kind in allowed})
         if self.profile.activation_price and self.planned is None:
             for tensor in self._kept & self.producer.keys() - self.first.keys():
                 # What a boundary gives is what it was given, whose price that is, unless no sum was taken yet.
-                priced = codes[tensor] if self.producer[tensor].operator.boundary is None else (P,)
-                held = {kind: self._held(tensor, kind) if kind in priced else 0.0 for kind in codes[tensor]}
-                problem.add((tensor,), {(codes[tensor][kind],): cost for kind, cost in held.items()})
+                priced = domains[tensor] if self.producer[tensor].operator.boundary is None else (P,)
+                held = [self._held(tensor, kind) if kind in priced else 0.0 for kind in domains[tensor]]
+                problem.add((tensor,), {(code,): cost for code, cost in enumerate(held)})
         self.tables = []
-        is_free = self.planned is None  # else a table also depends on what the plan says there
-        descriptions = Descriptions(self.shardings, self.touching, self._of_axis) if is_free else None
         alike: dict[Hashable, tuple[Relation, Table]] = {}
         for relation in self.relations:
-            first = {t: self.first.get(t, t) for t in (*relation.inputs, *relation.outputs) if t in self.dims}
-            scope = tuple(dict.fromkeys(first.values()))
-            repeated = [(t, one) for t, one in first.items() if t != one]
+            tensors = [t for t in dict.fromkeys((*relation.inputs, *relation.outputs)) if t in self.dims]
+            scope = tuple(dict.fromkeys([self.first.get(t, t) for t in tensors]))
+            repeated = [(t, self.first[t]) for t in tensors if t in self.first]
             description = None
             if descriptions is not None and not repeated:
                 description = self._description(relation, descriptions)
@@ -281,10 +278,10 @@ class Tables:
                 problem.repeat(table, scope)
                 self._share_work(other, relation)
             else:
-                coded = [(one, codes[one]) for one in scope]
+                coded = [(one, {kind: code for code, kind in enumerate(domains[one])}) for one in scope]
                 rows: dict[tuple[int, ...], float] = {}
                 for kinds, cost in self.combinations(relation):
-                    named = {one: kinds[t] for t, one in first.items()} if repeated else kinds
+                    named = {self.first.get(t, t): kinds[t] for t in tensors} if repeated else kinds
                     row = tuple([code.get(named[one], -1) for one, code in coded])
                     if -1 not in row and (not repeated or all(named[one] == kinds[t] for t, one in repeated)):
                         before = rows.get(row)
@@ -294,6 +291,27 @@ class Tables:
                     alike[description] = relation, problem.tables[-1]
             self.tables.append(problem.tables[-1])
         return problem, domains
+
+    def _add_parameters(
+        self, problem: Elimination, domains: Mapping[int, tuple[Kind, ...]], descriptions: Descriptions | None
+    ) -> None:
+        """Add what every parameter may be, and costs: for those of alike layers the same."""
+        alike: dict[Hashable, Table] = {}
+        for tensor in self.graph.parameters:
+            if tensor not in self.dims:
+                continue
+            key = None
+            if descriptions is not None:
+                key = self.graph.tensors[tensor].bytes, descriptions.of_tensor(tensor, self.dims[tensor])
+            if key in alike:
+                problem.repeat(alike[key], (tensor,))
+                continue
+            costs = dict(self._parameter(tensor))
+            if self.planned is not None:
+                costs = {self.planned.parameters[tensor]: 0.0}
+            problem.add((tensor,), {(domains[tensor].index(kind),): cost for kind, cost in costs.items()})
+            if key is not None:
+                alike[key] = problem.tables[-1]
 
     # -- what tables depend on, besides an operator's dims -----------------------------------------------------------
 
@@ -307,15 +325,24 @@ class Tables:
         return self.sizes.kind(axis), axis in self.growing, axis in self._residual
 
     def _of_tensor(self, relation: Relation, tensor: int) -> Hashable:
-        info, dims = self.graph.tensors[tensor], relation.inputs.get(tensor) or relation.outputs.get(tensor, ())
-        is_static = tensor not in self.dims
+        if tensor not in self.dims:  # which may be another thing to each operator that reads it
+            at_call = self._convertible(relation, tensor), self._is_zero(tensor)
+            return self._facts(tensor, relation.inputs[tensor]), at_call
+        found = self._told_apart.get(tensor)
+        if found is None:
+            found = self._told_apart[tensor] = self._facts(tensor, self.dims[tensor])
+        return found
+
+    def _facts(self, tensor: int, dims: Dims) -> Hashable:
+        info = self.graph.tensors[tensor]
         return (
             info.shape,
             info.itemsize,
             tensor in self.graph.parameters,
             self.sizes.copies(tensor, dims),
-            (self._convertible(relation, tensor), self._is_zero(tensor)) if is_static else (),
-            tuple(tensor in each for each in (self._read_again, self._kept, self._kept_in_parts)),
+            tensor in self._read_again,
+            tensor in self._kept,
+            tensor in self._kept_in_parts,
         )
 
     def _of_place(self, operator: Operator) -> Hashable:

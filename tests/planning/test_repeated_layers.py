@@ -423,7 +423,8 @@ def test_operators_that_are_alike_have_the_tables_that_each_would_have(
     model, batch = model_of(family)
     tables = Tables(capture(model, batch), 3, IMPLEMENTATIONS, Profile(activation_price=1.0), {}, None, shard_sequence)
     found, domains = tables.problem()
-    monkeypatch.setattr(Descriptions, "of", lambda *_: object())
+    for description in ("of", "of_tensor"):
+        monkeypatch.setattr(Descriptions, description, lambda *_: object())
     each, of_each = tables.problem()
     assert domains == of_each
     assert [table.scope for table in found.tables] == [table.scope for table in each.tables]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import random
@@ -724,6 +725,24 @@ def test_until_failure_shows_how_far_it_came() -> None:
     names = [operator.name for operator in capture_local(Breaks(), torch.zeros(2, 4)).operators]
     assert "aten.relu.default" in names
     assert "aten.tanh.default" not in names
+
+
+def test_meta_copy_copies_as_deepcopy_does() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    vars(model[0])["shared"] = vars(model[1])["shared"] = {"of both": [1]}
+    vars(model[2])["__deepcopy__"] = lambda memo: nn.Identity()
+    vars(model)["around"] = (model, model[0], max)
+    model.compile(backend="eager")  # what it leaves on a module is not copied
+    kept: list[list[Any]] = []
+    for copied in (copy.deepcopy(model), meta_copy(model)):
+        held: list[dict[str, Any]] = [vars(module) for module in copied.modules()]
+        assert held[0]["around"] == (copied, copied[0], max)
+        assert held[1]["shared"] is held[2]["shared"] is not vars(model[0])["shared"]
+        assert held[2]["shared"]["of both"] is not vars(model[1])["shared"]["of both"]
+        assert isinstance(copied[2], nn.Identity)
+        kept.append([holder.keys() for holder in held])
+    assert kept[0] == kept[1]
+    assert kept[0][0] < vars(model).keys()
 
 
 def test_meta_copy_copies_no_values() -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
 
 from lightning_autotp.layouts.plan import ParameterPlan, Plan, Reason
+from lightning_autotp.layouts.step_size import TokensPerStep
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan
@@ -19,6 +20,7 @@ from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.implementations import Implementations
+from lightning_autotp.solving.reasons import Reasons
 from lightning_autotp.solving.solver import solve
 
 WIDTH, HEADS = 48, 4
@@ -393,6 +395,37 @@ def test_a_vector_has_reasons_but_no_line_of_its_own() -> None:
     assert along(plan, "attention.norm.weight", 0).operator == "aten.layer_norm.default"
     assert parameter(plan, "attention.norm.weight").reason == ""
     assert not parameter(plan, "attention.norm.weight").reasons[0].why.endswith("costs more than leaving it whole")
+
+
+class Compressed(nn.Module):
+    """Features that are few for a while, and normed by their mean square, as keys and values are in some models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        few = self.down(x)
+        return x + self.up(few * torch.rsqrt(few.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale)
+
+
+def test_what_nothing_refuses_need_not_be_followed_through_what_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tower(nn.Sequential(Compressed(), Attention()))
+    free, priced = Profile(matrix_price=0.0), TokensPerStep(2)
+    solution = solve(trace(model, wide()), 2, IMPLEMENTATIONS, free, tokens=priced)
+    assert solution.reasons is not None
+    look, seen = Reasons._is_whole_around, dict[tuple[str, int], bool]()
+
+    def is_whole_around(self: Reasons, tensor: int, number: int) -> bool:
+        seen[solution.graph.parameters[tensor], number] = look(self, tensor, number)
+        return seen[solution.graph.parameters[tensor], number]
+
+    monkeypatch.setattr(Reasons, "_is_whole_around", is_whole_around)
+    found = solution.reasons.of_whole(solution.layouts)
+    assert {*seen.values()} == {True, False}
+    monkeypatch.setattr(Reasons, "_is_whole_around", lambda *_: False)
+    assert solution.reasons.of_whole(solution.layouts) == found
 
 
 def test_what_is_cut_has_no_reasons() -> None:
