@@ -35,7 +35,7 @@ from lightning_autotp.parameters.lowered_gathers import LoweredGathers
 from lightning_autotp.parameters.state import ParallelState, parallel_models
 from lightning_autotp.private.distributed_private import device_of_objects, device_to_send, is_outermost
 from lightning_autotp.proving.experts import prove_experts
-from lightning_autotp.proving.feasible import feasible_plan
+from lightning_autotp.proving.feasible import Proofs, feasible_plan
 from lightning_autotp.proving.new_calls import CallProver
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.proving.verify import trace, verify
@@ -309,8 +309,10 @@ def make_local(
     return LocalModel(model, state, guard)
 
 
-def find_plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions) -> Plan:
-    """The plan that is given, or was kept, or is made now."""
+def find_plan(
+    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions, proofs: Proofs | None = None
+) -> Plan:
+    """The plan that is given, or was kept, or is made now; ``proofs`` are those of plans made before for this model."""
     if options.plan is not None:
         return options.plan if isinstance(options.plan, Plan) else read(options.plan)
     settings = (
@@ -330,7 +332,7 @@ def find_plan(model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: 
     cache = PlanCache.of(options.plan_cache)
     plan = cache.find(key)
     if plan is None or not _fits(plan, model, graph, inputs):
-        plan, _ = feasible_plan(model, graph, inputs, ranks, options)
+        plan, _ = feasible_plan(model, graph, inputs, ranks, options, proofs)
         cache.keep(key, plan)
     return plan
 

@@ -26,6 +26,7 @@ from lightning_autotp.planning.rehearsal import (
     named_arguments,
     rehearse,
 )
+from lightning_autotp.proving.feasible import Proofs
 from lightning_autotp.ranks.agreement import largest_of_all
 from lightning_autotp.solving.options import PlanOptions
 
@@ -241,8 +242,10 @@ def fitting_plan(
         time = step_time(rehearsal, machine, ranks, in_bf16=in_bf16, copies=of_all, replicas=replicas)
         return Step(needed, time.total)
 
+    proofs = Proofs()
+
     def find(room: float | None) -> Plan:
-        return find_plan(model, graph, inputs, ranks, replace(options, memory=room))
+        return find_plan(model, graph, inputs, ranks, replace(options, memory=room), proofs)
 
     return fitting(find, step, limit, "the device", copies)
 

@@ -31,7 +31,7 @@ from lightning_autotp.planning.rehearsal import (
 from lightning_autotp.planning.report import KINDS
 from lightning_autotp.planning.timeline import Span, timeline
 from lightning_autotp.progress import phase
-from lightning_autotp.proving.feasible import feasible_plan
+from lightning_autotp.proving.feasible import Proofs, feasible_plan
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 
@@ -156,13 +156,14 @@ def plan_for(
     with phase(f"tracing {type(model).__name__}"), relaxed_gc():
         graph = trace(model, batch.inputs, device=options.device)
     seen: list[Overview] = []
+    proofs = Proofs()
 
     def find(room: float | None) -> Plan:
         with (
             phase(f"choosing a plan for {ranks} ranks" + (f" with {in_units(room)} each" if room else "")),
             relaxed_gc(),
         ):
-            return feasible_plan(model, graph, batch.inputs, ranks, replace(options, memory=room))[0]
+            return feasible_plan(model, graph, batch.inputs, ranks, replace(options, memory=room), proofs)[0]
 
     def step(plan: Plan) -> Step:
         with phase("rehearsing a training step, without values"):

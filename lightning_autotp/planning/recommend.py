@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks, offload_blocks
-from lightning_autotp.capture.capture import language_model_inputs, step_size
+from lightning_autotp.capture.capture import language_model_inputs, meta_copy, step_size
 from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.layouts.plan import Plan
@@ -43,7 +43,7 @@ from lightning_autotp.planning.rehearsal import (
     with_adapters,
 )
 from lightning_autotp.proving.compare import VerificationError
-from lightning_autotp.proving.feasible import feasible_plan, feasible_plans
+from lightning_autotp.proving.feasible import Proofs, feasible_plan, feasible_plans
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.solver import NothingToShard
@@ -254,6 +254,36 @@ def _ranked(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     return tuple(sorted(choices, key=rank))
 
 
+@dataclass(eq=False)
+class _Rehearsed:
+    """The fullest rank of a plan, and its rehearsals, which are made once.
+
+    Attributes:
+        plan: of the model; ``None`` where it is not divided.
+        model: the model that is planned for.
+        steps: the rehearsals so far; ``None`` of one in which nothing less can be kept.
+    """
+
+    plan: Plan | None
+    model: nn.Module
+    steps: dict[Kept, Rehearsal | None] = field(default_factory=dict)
+
+    @cached_property
+    def local(self) -> nn.Module:
+        """That rank's part, whose blocks keep all that they compute."""
+        return local_model(self.model, self.plan, 0 if self.plan is None else fullest_rank(self.plan))
+
+    @cached_property
+    def as_run(self) -> Plan | None:
+        """What the plan does, without what it says of prices and reasons."""
+        if self.plan is None:
+            return None
+        parameters = tuple(replace(parameter, reasons=()) for parameter in self.plan.parameters)
+        said: dict[str, Any] = {"priced_for": "", "gap": 0.0, "communication": (), "whole_tokens": (), "whole_work": ()}
+        of_limit: dict[str, Any] = {"divided_work": 0.0, "memory_limit": 0, "memory_needed": 0, "limit_of": ""}
+        return replace(self.plan, parameters=parameters, **said, **of_limit)
+
+
 @dataclass
 class _Search:
     """Rates ways to train one model; plans and rehearsals are made once.
@@ -283,18 +313,19 @@ class _Search:
     memory: float | None
     loss: Loss | None
     left_out: dict[str, str] = field(default_factory=dict)
-    _plans: dict[tuple[int, int], list[Plan]] = field(default_factory=dict)
-    _rehearsed: list[tuple[Plan | None, dict[Kept, Rehearsal | None]]] = field(default_factory=list)
+    _plans: dict[tuple[int, int], list[_Rehearsed]] = field(default_factory=dict)
+    _rehearsed: list[_Rehearsed] = field(default_factory=list)
+    _proofs: Proofs = field(default_factory=Proofs)
 
     def choices(self, ways: Iterable[tuple[Kept, bool]]) -> Iterator[Choice]:
         """For each plan and number of copies and replicas, the most rows at once that fit; one row, where none does."""
         for size in _sizes(self.machine):
             for copies, replicas in _copies(self.machine, size, self.rows):
-                for plan in self._plans_for(size, copies // replicas):
+                for way in self._plans_for(size, copies // replicas):
                     for kept, cpu_offload in ways:
                         best = None
                         for rows in self._powers(copies):
-                            found = self._rated(plan, size, copies, replicas, kept, cpu_offload, rows)
+                            found = self._rated(way, size, copies, replicas, kept, cpu_offload, rows)
                             if found is not None and (best is None or found.fits):
                                 best = found
                         if best is not None:
@@ -307,11 +338,13 @@ class _Search:
         options = self._options(rows, limit, choice.sequence_parallel)
 
         def find(room: float | None) -> Plan:
-            return feasible_plan(self.model, self._graph, self.inputs, size, replace(options, memory=room))[0]
+            limited = replace(options, memory=room)
+            return feasible_plan(self.model, self._graph, self.inputs, size, limited, self._proofs)[0]
 
         def rated(plan: Plan | None) -> Choice | None:
             kept, cpu_offload = choice.activation_checkpointing, choice.cpu_offload
-            return self._rated(plan, size, choice.data_parallel_size, choice.replicas, kept, cpu_offload, rows)
+            way = self._known(plan)
+            return self._rated(way, size, choice.data_parallel_size, choice.replicas, kept, cpu_offload, rows)
 
         def step(plan: Plan) -> Step:
             found = rated(plan)
@@ -340,48 +373,55 @@ class _Search:
         """As the strategy has them."""
         return PlanOptions((rows, self.length), memory=memory, sequence_parallel=sequence_parallel)
 
-    def _plans_for(self, size: int, shards: int) -> Sequence[Plan | None]:
+    def _plans_for(self, size: int, shards: int) -> Sequence[_Rehearsed]:
         """With whole tokens, and if that is possible with sharded ones."""
-        if size == 1:
-            return [None]
-        key = size, 1 if self.memory is None else shards
+        key = size, 1 if self.memory is None or size == 1 else shards
         if key not in self._plans:
             limit = None if self.memory is None else shards * self.memory  # FSDP2 divides what a rank of a copy stores
             options = self._options(1, limit, True)
+            found: list[Plan | None] = [None]
             try:
-                whole, *sharded = feasible_plans(self.model, self._graph, self.inputs, size, options)
-                self._plans[key] = [whole[0], *(plan for plan, _ in sharded if plan.shards_sequence)]
+                if size > 1:
+                    whole, *sharded = feasible_plans(self.model, self._graph, self.inputs, size, options, self._proofs)
+                    found = [whole[0], *(plan for plan, _ in sharded if plan.shards_sequence)]
             except (NothingToShard, VerificationError, ValueError) as error:
-                self._plans[key] = []
+                found = []
                 self.left_out[f"tensor_parallel_size={size}"] = str(error)
+            self._plans[key] = list(map(self._known, found))
         return self._plans[key]
 
-    def _rehearsal(self, plan: Plan | None, kept: Kept) -> Rehearsal | None:
-        """A step of the fullest rank; ``None`` for a model that has no blocks to keep less of."""
-        run = None if plan is None else _as_run(plan)
-        known = next((known for other, known in self._rehearsed if other == run), None)
+    def _known(self, plan: Plan | None) -> _Rehearsed:
+        """What is known of all plans that do the same as this one."""
+        this = _Rehearsed(plan, self.model)
+        known = next((other for other in self._rehearsed if other.as_run == this.as_run), None)
         if known is None:
-            known = {}
-            self._rehearsed.append((run, known))
-        if kept not in known:
-            local = local_model(self.model, plan, 0 if plan is None else fullest_rank(plan))
+            self._rehearsed.append(this)
+        return known or this
+
+    def _rehearsal(self, way: _Rehearsed, kept: Kept) -> Rehearsal | None:
+        """A step of the fullest rank; ``None`` for a model that has no blocks to keep less of."""
+        if kept not in way.steps:
+            way.steps[kept] = self._rehearse(way, kept)
+        return way.steps[kept]
+
+    def _rehearse(self, way: _Rehearsed, kept: Kept) -> Rehearsal | None:
+        local, are_alike = way.local, False
+        if kept is not None:
+            local = meta_copy(local)
             try:
-                if kept is not None:
-                    {"blocks": checkpoint_blocks, "offload": offload_blocks}[kept](local)
+                {"blocks": checkpoint_blocks, "offload": offload_blocks}[kept](local)
             except ValueError:
-                known[kept] = None
-            else:
-                plain = self._rehearsal(plan, None) if kept is not None else None
-                are_alike = plain is not None and plain.left_out > 0
-                known[kept] = rehearse(
-                    local,
-                    self.row,
-                    precision=self.precision,
-                    optimizer=self.optimizer,
-                    are_alike=are_alike,
-                    loss=self.loss,
-                )
-        return known[kept]
+                return None
+            plain = self._rehearsal(way, None)
+            are_alike = plain is not None and plain.left_out > 0
+        return rehearse(
+            local,
+            self.row,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            are_alike=are_alike,
+            loss=self.loss,
+        )
 
     def _powers(self, copies: int) -> Iterator[int]:
         """Numbers of rows of a forward pass."""
@@ -392,7 +432,7 @@ class _Search:
 
     def _rated(
         self,
-        plan: Plan | None,
+        way: _Rehearsed,
         size: int,
         copies: int,
         replicas: int,
@@ -400,7 +440,7 @@ class _Search:
         cpu_offload: bool,
         rows: int,
     ) -> Choice | None:
-        rehearsal, plain = self._rehearsal(plan, kept), self._rehearsal(plan, None)
+        rehearsal, plain = self._rehearsal(way, kept), self._rehearsal(way, None)
         if rehearsal is None or plain is None:
             return None
         machine, in_bf16 = self.machine, self.precision != "32-true"
@@ -417,7 +457,7 @@ class _Search:
             tensor_parallel_size=size,
             data_parallel_size=copies,
             replicas=replicas,
-            sequence_parallel=plan is not None and plan.shards_sequence,
+            sequence_parallel=way.plan is not None and way.plan.shards_sequence,
             activation_checkpointing=kept,
             cpu_offload=cpu_offload,
             rows=rows,
@@ -429,13 +469,6 @@ class _Search:
             mfu=done * plain.work.flops / copies / machine.peak(in_bf16) / time.total,
             fits=needed.total <= (self.memory or machine.free) and on_host <= (machine.host_memory or math.inf),
         )
-
-
-def _as_run(plan: Plan) -> Plan:
-    """What a plan does, without what it says of prices and reasons."""
-    parameters = tuple(replace(parameter, reasons=()) for parameter in plan.parameters)
-    said: dict[str, Any] = {"priced_for": "", "gap": 0.0, "communication": (), "whole_tokens": (), "whole_work": ()}
-    return replace(plan, parameters=parameters, divided_work=0.0, memory_limit=0, memory_needed=0, limit_of="", **said)
 
 
 def _sizes(machine: Machine) -> Iterator[int]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -28,7 +28,7 @@ from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.alike_blocks import NotAlike, Repeats, Sampled, repeats_of
 from lightning_autotp.planning.meter import FUNCTIONAL, Held, Label, Meter, Others, Work
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
-from lightning_autotp.private.torch_private import tree_map_only, values_in_fake_tensors
+from lightning_autotp.private.torch_private import fake_like, tree_map_only, values_in_fake_tensors
 from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
 from lightning_autotp.quantized.formats import library_of
 from lightning_autotp.quantized.noted import format_of, note_quantization
@@ -40,6 +40,8 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 Optimizer = Literal["adamw", "sgd", "sgd-momentum", "none"]
 Quantization = Literal["nf4", "fp4", "int8"]
 """Formats of bitsandbytes: ``load_in_4bit`` with this ``bnb_4bit_quant_type``, or ``load_in_8bit``."""
+
+_CPU = torch.device("cpu")
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, foreach=True),
@@ -298,7 +300,7 @@ def _rehearsed(
     peak, without, in_blocks = (_told_apart(found, kept["activations"]) for found in peaks)
     casts = {place: sum(sizes.values()) for place, sizes in meter.casts.items() if place}
     casts |= {path: casts[other] for path, other in sampled.like.items() if other in casts}
-    update = _update(optimizer, tuple((x.shape, x.stride(), x.dtype) for x in stepped))
+    update = _update(optimizer, stepped)
     stored = held.live["parameters"]
     return Rehearsal(
         parameters=stored + held.live["quantized"],
@@ -345,11 +347,11 @@ def _loss_of(output: Any) -> Tensor:
 
 def _stand_in(fake: RememberingFakeTensorMode, value: Tensor) -> Tensor:
     format = format_of(value)
+    if format is None:
+        return fake_like(value, fake, _CPU)
     with fake:
-        dtype = value.dtype if format is None else format.dtype
-        made = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="cpu")
-    if format is not None:
-        made = QuantizedWeight.without_values(made, format, value.dtype)
+        made = torch.empty_strided(value.shape, value.stride(), dtype=format.dtype, device=_CPU)
+    made = QuantizedWeight.without_values(made, format, value.dtype)
     return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
 
 
@@ -371,28 +373,38 @@ class _Update(NamedTuple):
     work: Work
 
 
-@lru_cache(maxsize=32)
-def _update(optimizer: Optimizer, trained: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]) -> _Update:
-    """The step of parameters with these shapes, strides and dtypes. Nothing else of a model counts."""
+def _update(optimizer: Optimizer, trained: Iterable[nn.Parameter]) -> _Update:
+    """The step of these parameters.
+
+    It does the same to every element, so that one flat parameter of each dtype stands for all of them. What has no
+    dims, such as the number of steps, is there for each parameter.
+    """
     if optimizer == "none":
         return _Update(0, 0, Work())
+    elements: Counter[torch.dtype] = Counter()
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in trained:
+        elements[parameter.dtype] += parameter.numel()
+        counts[parameter.dtype] += 1
     fake = RememberingFakeTensorMode()
     with fake:
-        parameters = [
-            nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype, device="cpu"))
-            for shape, stride, dtype in trained
-        ]
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-    meter = Meter(nn.ParameterList(parameters))
+        flat = [nn.Parameter(torch.empty(size, dtype=dtype, device="cpu")) for dtype, size in elements.items()]
+        gradients = [torch.empty_like(parameter) for parameter in flat]
+    for parameter, gradient in zip(flat, gradients, strict=True):
+        parameter.grad = gradient
+    meter = Meter(nn.ParameterList(flat))
     with _modes(fake, meter):
-        meter.label((parameter.grad for parameter in parameters if parameter.grad is not None), "gradients")
-        stepping = OPTIMIZERS[optimizer](parameters)
+        meter.label(gradients, "gradients")
+        stepping = OPTIMIZERS[optimizer](flat)
         stepping.step()
-        states = [leaf for state in stepping.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
-        held = sum(state.numel() * state.itemsize for state in states)
+        made = once = 0
+        for one, state in stepping.state.items():
+            for leaf in state.values():
+                if isinstance(leaf, Tensor):
+                    size = leaf.numel() * leaf.itemsize
+                    made, once = made + size, once + size * (1 if leaf.dim() else counts[one.dtype])
     most = meter.held.peak_without_gradients
-    return _Update(held, max(0, most["other"] + most["copies"] + most["activations"] - held), meter.work)
+    return _Update(once, max(0, most["other"] + most["copies"] + most["activations"] - made), meter.work)
 
 
 def _told_apart(found: Counter[Label], activations: int) -> Counter[Label]:

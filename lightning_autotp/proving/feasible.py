@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,7 @@ from lightning_autotp.solving.memory_limit import profiles, stored_bytes
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.paths import Ambiguous, seen_paths
 from lightning_autotp.solving.pins import kept_draws, pinned
-from lightning_autotp.solving.plan_from_solution import explain, plan_from_solution
+from lightning_autotp.solving.plan_from_solution import explain, plan_from_solution, with_sizes
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import NothingToShard, solve
 
@@ -32,18 +32,71 @@ SEQUENCE_PARALLEL_PRICE = 8.0
 than sharding it costs beside what is communicated anyway."""
 
 
+_Sizes = tuple[SizePlan, ...]
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """What came of tracing the local models of some layouts.
+
+    Attributes:
+        layouts: these.
+        known: sizes that must be local in any case.
+        sizes: all that must be.
+        proved: the layouts as they are carried out; or why they cannot be.
+    """
+
+    layouts: Solution
+    known: _Sizes
+    sizes: _Sizes
+    proved: Solution | Unlocalizable
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """Proofs of one model's layouts with one batch: a search that comes to the same layouts does not trace them again.
+
+    Give the same one to searches that differ in prices: in tokens, in limits of memory.
+    """
+
+    _found: list[_Proof] = field(default_factory=list)
+
+    def of(
+        self, layouts: Solution, known: _Sizes, prove: Callable[[], tuple[_Sizes, Solution]]
+    ) -> tuple[_Sizes, Solution]:
+        """What ``prove`` gives for these layouts: sizes that must be local, and the layouts that are carried out.
+
+        Raises:
+            Unlocalizable: if that does.
+        """
+        for one in self._found:
+            if one.layouts.graph is layouts.graph and one.known == known and one.layouts == layouts:
+                found = one
+                break
+        else:
+            try:
+                found = _Proof(layouts, known, *prove())
+            except Unlocalizable as error:
+                found = _Proof(layouts, known, known, error)
+            self._found.append(found)
+        if isinstance(found.proved, Unlocalizable):
+            raise found.proved
+        as_proved = {name: getattr(found.proved, name) for name in ("layouts", "slices", "made_local")}
+        return found.sizes, replace(layouts, **as_proved)
+
+
 def feasible_plan(
-    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions
+    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions, proofs: Proofs | None = None
 ) -> tuple[Plan, Solution]:
     """The cheapest plan that can be carried out, and the solver's solution behind it.
 
     As the last one of :func:`feasible_plans`.
     """
-    return _feasible(model, graph, inputs, ranks, options, are_all_wanted=False)[-1]
+    return _feasible(model, graph, inputs, ranks, options, proofs or Proofs(), are_all_wanted=False)[-1]
 
 
 def feasible_plans(
-    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions
+    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions, proofs: Proofs | None = None
 ) -> list[tuple[Plan, Solution]]:
     """The cheapest plan that can be carried out with whole tokens and, if the options ask for it, with sharded ones.
 
@@ -55,20 +108,28 @@ def feasible_plans(
         inputs: the batch that was traced.
         ranks: size of the tensor-parallel group.
         options: what the plan is made for.
+        proofs: of searches before this one.
 
     Raises:
         NothingToShard: if no parameter can be divided.
         ValueError: if parameters cannot be cut as the options say.
         VerificationError: if no plan can be carried out.
     """
-    return _feasible(model, graph, inputs, ranks, options, are_all_wanted=True)
+    return _feasible(model, graph, inputs, ranks, options, proofs or Proofs(), are_all_wanted=True)
 
 
 def _feasible(
-    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions, *, are_all_wanted: bool
+    model: nn.Module,
+    graph: Graph,
+    inputs: Any,
+    ranks: int,
+    options: PlanOptions,
+    proofs: Proofs,
+    *,
+    are_all_wanted: bool,
 ) -> list[tuple[Plan, Solution]]:
     while True:
-        found = _carried_out(model, graph, inputs, ranks, options)
+        found = _carried_out(model, graph, inputs, ranks, options, proofs)
         try:
             for _, solution in found if are_all_wanted else found[-1:]:
                 seen_paths(solution, 0)
@@ -83,7 +144,7 @@ def _feasible(
 
 
 def _carried_out(
-    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions
+    model: nn.Module, graph: Graph, inputs: Any, ranks: int, options: PlanOptions, proofs: Proofs
 ) -> list[tuple[Plan, Solution]]:
     """As :func:`feasible_plans`; where values say which way code goes, its types may not follow from its lines."""
     found = shardable_experts(model, graph, ranks)
@@ -91,8 +152,10 @@ def _carried_out(
 
     def search_with(profile: Profile) -> _Search:
         priced = replace(options, profile=profile)
-        search = _Search(model, graph, inputs, ranks, priced)
-        return _cheaper(search, _Search(model, whole, inputs, ranks, priced, found.sizes)) if found.sizes else search
+        search = _Search(model, graph, inputs, ranks, priced, proofs)
+        if not found.sizes:
+            return search
+        return _cheaper(search, _Search(model, whole, inputs, ranks, priced, proofs, found.sizes))
 
     limit = options.limit
     if limit is None:
@@ -162,6 +225,7 @@ class _Search:
         inputs: the batch that was traced.
         ranks: size of the tensor-parallel group.
         options: what the plan is made for.
+        proofs: those so far.
         experts: modules that are one operator each in the graph, and sizes in their code that must be local.
     """
 
@@ -172,9 +236,11 @@ class _Search:
         inputs: Any,
         ranks: int,
         options: PlanOptions,
+        proofs: Proofs,
         experts: Mapping[str, tuple[SizePlan, ...]] | None = None,
     ) -> None:
         self.model, self.graph, self.inputs, self.ranks, self.options = model, graph, inputs, ranks, options
+        self.proofs = proofs
         self.experts = experts or {}
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -262,7 +328,9 @@ class _Search:
             )
 
         known = tuple(size for sizes in self.experts.values() for size in sizes)
-        return find_sizes(self.model, self.inputs, solution, plan_of, known)
+        find = partial(find_sizes, self.model, self.inputs, solution, plan_of, known)
+        sizes, carried_out = self.proofs.of(solution, known, find)
+        return with_sizes(plan_of(carried_out), sizes, carried_out.graph), carried_out
 
 
 def _cut(layout: Layout | None) -> int | None:

@@ -56,8 +56,8 @@ def find_sizes(
     solution: Solution,
     plan_of: Callable[[Solution], Plan],
     known: tuple[SizePlan, ...] = (),
-) -> tuple[Plan, Solution]:
-    """The plan with every size that must be local, proven on one rank of every kind, and the solution it carries out.
+) -> tuple[tuple[SizePlan, ...], Solution]:
+    """Every size that must be local, proven on one rank of every kind, and the solution that is carried out with them.
 
     Args:
         model: the original model (it is copied).
@@ -97,7 +97,7 @@ def find_sizes(
 
     search = _Search(model, solution, differences, in_calls=True)
     sizes = search.find(known, _representatives(solution))
-    return plan_with(search.solution, sizes), search.solution
+    return sizes, search.solution
 
 
 def find_sizes_of_call(

@@ -38,7 +38,7 @@ class Conversion:
 
 @dataclass
 class Solution:
-    """The layouts found.
+    """The layouts found. Two are equal if they are carried out in the same way, whatever they cost.
 
     Attributes:
         graph: the captured graph.
@@ -76,14 +76,14 @@ class Solution:
     made_local: set[int] = field(default_factory=set)
     global_views: list[Conversion] = field(default_factory=list)
     reasons: Reasons | None = field(default=None, repr=False, compare=False)
-    cost: float = 0.0
-    bound: float = 0.0
-    step: StepSize = field(default_factory=StepSize)
-    step_source: str = ""
-    priced: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    kinds: dict[int, Kind] = field(default_factory=dict)
-    divided_work: float = -1.0
-    whole_work: tuple[WholeWork, ...] = ()
+    cost: float = field(default=0.0, compare=False)
+    bound: float = field(default=0.0, compare=False)
+    step: StepSize = field(default_factory=StepSize, compare=False)
+    step_source: str = field(default="", compare=False)
+    priced: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
+    kinds: dict[int, Kind] = field(default_factory=dict, compare=False)
+    divided_work: float = field(default=-1.0, compare=False)
+    whole_work: tuple[WholeWork, ...] = field(default=(), compare=False)
 
     def indices(self, operator: Operator) -> dict[str, tuple[tuple[int, Ownership], ...]]:
         """Functions among an operator's arguments that read indices of sharded dims: at which places, and of which."""

@@ -1,4 +1,5 @@
-"""A rehearsal that leaves out blocks says to the byte, and operator by operator, what one of all blocks says."""
+"""A rehearsal that leaves out blocks says to the byte, and operator by operator, what one of all blocks says; likewise
+an optimizer's step of flat parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from lightning_autotp import make_plan
 from lightning_autotp.building.repeated_blocks import checkpoint_blocks, offload_blocks
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.planning import rehearsal as rehearsals
-from lightning_autotp.planning.rehearsal import Precision, Rehearsal, local_model, one_row, rehearse, with_adapters
+from lightning_autotp.planning.meter import Meter
+from lightning_autotp.planning.rehearsal import (
+    OPTIMIZERS,
+    Optimizer,
+    Precision,
+    Rehearsal,
+    local_model,
+    one_row,
+    rehearse,
+    with_adapters,
+)
 
 HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -188,3 +199,34 @@ def test_where_blocks_are_not_one_after_the_other_all_run(how: str, monkeypatch:
 
 def test_of_blocks_that_are_alike_six_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare(Stack(-1, "alike"), {"x": torch.ones(2, 8)}, "32-true", monkeypatch).left_out == 6
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_optimizer_s_step_is_that_of_all_parameters(optimizer: Optimizer) -> None:
+    """It is rehearsed with one flat parameter of each dtype."""
+    shapes, dtypes = [(3, 4), (5,), (2, 3, 2), (7,)], [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+    several = [nn.Parameter(torch.zeros(*pair[0], dtype=pair[1])) for pair in zip(shapes, dtypes, strict=True)]
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList(several)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """A number."""
+            return x.sum() * torch.stack([part.float().sum() for part in self.parts]).sum()
+
+    said = rehearse(Summed(), {"x": torch.ones(2)}, precision="32-true", optimizer=optimizer)
+    for parameter in several:
+        parameter.grad = torch.ones_like(parameter)
+    meter = Meter(nn.ParameterList(several))
+    meter.label([parameter.grad for parameter in several if parameter.grad is not None], "gradients")
+    stepping = OPTIMIZERS[optimizer](several)
+    with meter:
+        stepping.step()
+    states = [leaf for state in stepping.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
+    assert said.states == sum(state.numel() * state.itemsize for state in states)
+    most = meter.held.peak_without_gradients
+    counted = sum(state.numel() * state.itemsize for state in states if state.dim())  # numbers of steps are not
+    assert said.update == most["other"] + most["copies"] - counted
+    assert said.update_work.others.bytes == pytest.approx(meter.work.others.bytes, abs=100)

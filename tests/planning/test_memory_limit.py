@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from tiny import meta_model
 
 from lightning_autotp import Profile, make_plan
+from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
+from lightning_autotp.proving import local_sizes
+from lightning_autotp.proving.feasible import Proofs, feasible_plan
+from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
 
 FREE = Profile(matrix_price=0.0)
@@ -44,6 +49,30 @@ def test_the_usual_plan_is_made_where_there_is_no_room(family: str) -> None:
     assert cramped.of_memory.startswith("warning: no plan fits: ")
     assert usual.of_memory.startswith("made for no limit of memory: ")
     assert usual.of_memory in usual._totals()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layouts_that_another_limit_has_come_to_are_not_traced_again(
+    sequence_parallel: bool,
+) -> None:
+    """What cannot be carried out is remembered, too: with sharded tokens the first layouts are not."""
+    model = meta_model("gpt2", num_hidden_layers=1)
+    inputs = language_model_inputs(model)
+    graph = trace(model, inputs)
+
+    def plan_for(memory: float | None, proofs: Proofs) -> Plan:
+        options = PlanOptions((1, 64), memory=memory, sequence_parallel=sequence_parallel)
+        return feasible_plan(model, graph, inputs, 2, options, proofs)[0]
+
+    proofs = Proofs()
+    plan_for(None, proofs)
+    expected = plan_for(1.0, Proofs())
+    assert expected.sizes
+    assert expected.shards_sequence == sequence_parallel
+    with mock.patch.object(local_sizes, "capture_local", side_effect=AssertionError("traced again")):
+        assert plan_for(1.0, proofs) == expected
+        with pytest.raises(AssertionError, match="traced again"):
+            plan_for(1e12, proofs)  # other layouts
 
 
 def test_less_room_is_met_with_more_communication() -> None:
