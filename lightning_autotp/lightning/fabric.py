@@ -234,13 +234,8 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
             self._optimizers[optimizer] = owner
         if owner is not None:
             refuse_whole_optimizer_states(optimizer, owner)
-        self._check_optimizers()
+            self.checked_optimizers.check([(optimizer, owner)])
         return optimizer
-
-    def _check_optimizers(self) -> None:
-        self.checked_optimizers.check(
-            [(optimizer, owner) for optimizer, owner in self._optimizers.items() if owner is not None]
-        )
 
     # Lightning refuses ``loss.backward()`` under a strategy with a ``backward`` of its own, which a wrapped one is not.
     @wraps(ModelParallelStrategy.backward)
@@ -255,7 +250,8 @@ class AutoTPFabricStrategy(AutoTPBase, _ModelParallelStrategy):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Make a step; parameter groups added since the last one, such as thawed layers, are checked first."""
-        self._check_optimizers()
+        if (owner := self._optimizers.get(optimizer)) is not None:
+            self.checked_optimizers.check([(optimizer, owner)])
         if self._notes is not None and self._notes.is_waiting:
             self._notes.compare(self._drifts_of(optimizer))
         if (closure := kwargs.get("closure")) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -21,20 +22,22 @@ class CheckedOptimizers:
     """Refuses optimizers that cannot work on parts of tensors, and looks again when they have got other groups."""
 
     def __init__(self) -> None:
-        self._groups: list[int] = []
+        self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def check(self, optimizers: Sequence[tuple[Optimizer, nn.Module]]) -> None:
-        """Check these, each with the module that has its parameters, if they are not as they were. Collective then.
+        """Check these, each with the module that has its parameters, if one is not as it was. Collective then.
+
+        What any other optimizer is does not count: it may be garbage on one rank and not yet on another.
 
         Raises:
             ValueError: for an optimizer that treats this rank's part of a tensor as a whole one; PeerError elsewhere.
         """
-        groups = [len(optimizer.param_groups) for optimizer, _ in optimizers]
-        if groups != self._groups:
+        groups = {optimizer: len(optimizer.param_groups) for optimizer, _ in optimizers}
+        if any(self._groups.get(optimizer) != count for optimizer, count in groups.items()):
             with raise_together(None, "checking the optimizers"), isolate_rng():
                 for optimizer, module in optimizers:
                     check_optimizer(optimizer, module)
-            self._groups = groups
+            self._groups.update(groups)
 
     def forget(self) -> None:
         """Check all of them the next time."""

@@ -6,6 +6,7 @@ nonsense without any error. Both are found here at once, with a message that say
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +17,10 @@ from torch import nn
 
 from lightning_autotp.private.distributed_private import device_of_objects
 from lightning_autotp.ranks.description import DescribedItem, checksum, difference, kind
+
+_LENGTH = 8
+_FIRST = 1024
+"""Bytes that say how long a pickled object is, and of it those that are sent at once."""
 
 SAMPLED_ELEMENTS = 4096
 """How many elements of a parameter :func:`check_same_weights` looks at."""
@@ -198,10 +203,27 @@ def check_same_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Non
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank of a group has, in order of rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    """What every rank of a group has, in order of rank. Collective.
+
+    One collective where what each has is small, as mostly; torch's own function asks first how much it is.
+    """
+    ranks, device = dist.get_world_size(group), device_of_objects(group)
+    own = pickle.dumps(value)
+
+    def gathered(part: bytes, size: int) -> list[bytes]:
+        """The bytes of every rank, of which each sends so many."""
+        sent = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+        found = sent.new_empty(ranks * size)
+        dist.all_gather_single(found, sent, group=group)
+        every = found.cpu().numpy().tobytes()
+        return [every[rank * size : (rank + 1) * size] for rank in range(ranks)]
+
+    firsts = gathered(len(own).to_bytes(_LENGTH, "big") + own[:_FIRST], _LENGTH + _FIRST)
+    lengths = [int.from_bytes(first[:_LENGTH], "big") for first in firsts]
+    parts = [first[_LENGTH:] for first in firsts]
+    if (most := max(lengths) - _FIRST) > 0:
+        parts = [first + rest for first, rest in zip(parts, gathered(own[_FIRST:], most), strict=True)]
+    return [pickle.loads(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
 
 def largest_of_all(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:

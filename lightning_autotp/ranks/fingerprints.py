@@ -43,6 +43,18 @@ class _Noted(NamedTuple):
     numbers: Tensor
 
 
+class _Told(NamedTuple):
+    """What a rank tells the others: plain numbers, as each tensor that is pickled takes its whole memory along.
+
+    Attributes:
+        numbers: of all places, one after the other.
+        places: each with its shape and ``eps``, and how many of the numbers are its.
+    """
+
+    numbers: list[float]
+    places: list[tuple[str, tuple[int, ...], float, int]]
+
+
 class Fingerprints:
     """Notes tensors that every rank should have alike, and compares them."""
 
@@ -73,14 +85,11 @@ class Fingerprints:
 
         A place that some rank has not come to is left out.
         """
-        noted, self._noted = self._noted, []
-        # Parameters may be on the host, and what is computed of them on the device.
-        where = next((one.numbers.device for one in noted if one.numbers.device.type != "cpu"), torch.device("cpu"))
-        numbers = [one.numbers.double().to(where, non_blocking=True) for one in noted]
-        values = torch.cat(numbers).cpu() if noted else torch.zeros(0)
-        parts = values.split([len(one.numbers) for one in noted])
-        own = [one._replace(numbers=part) for one, part in zip(noted, parts, strict=True)]
-        everyone = [_by_visit(of_rank) for of_rank in gather_objects(own, group)]
+        told, self._noted = self._told(), []
+        gathered = gather_objects(told, group)
+        if all(of_rank == gathered[0] for of_rank in gathered):  # as nearly always
+            return None
+        everyone = [_by_visit(_noted_of(of_rank)) for of_rank in gathered]
         before = ""
         for visit in everyone[0]:
             if not all(visit in of_rank for of_rank in everyone):
@@ -92,6 +101,15 @@ class Fingerprints:
                 return Difference(found[0].place, before, tuple(norms))
             before = found[0].place
         return None
+
+    def _told(self) -> _Told:
+        """What was noted, for other ranks."""
+        noted = self._noted
+        # Parameters may be on the host, and what is computed of them on the device.
+        where = next((one.numbers.device for one in noted if one.numbers.device.type != "cpu"), torch.device("cpu"))
+        numbers = [one.numbers.double().to(where, non_blocking=True) for one in noted]
+        places = [(one.place, one.shape, one.eps, len(one.numbers)) for one in noted]
+        return _Told(torch.cat(numbers).tolist() if noted else [], places)
 
 
 def sum_and_norm(tensor: Tensor, order: float, dim: int | None = None) -> Tensor:
@@ -110,6 +128,13 @@ def _eps(tensor: Tensor) -> float:
     kind = tensor.device.type
     dtypes = [tensor.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
     return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _noted_of(told: _Told) -> list[_Noted]:
+    """What a rank has noted."""
+    counts = [count for *_, count in told.places]
+    parts = torch.tensor(told.numbers, dtype=torch.float64).split(counts)
+    return [_Noted(place, shape, eps, part) for (place, shape, eps, _), part in zip(told.places, parts, strict=True)]
 
 
 def _by_visit(noted: list[_Noted]) -> dict[tuple[str, int], _Noted]:

@@ -177,6 +177,8 @@ def _child(
     stacks = _crash(directory, rank).open("w")
     faulthandler.enable(stacks)
     gc.freeze()  # what was imported before stays: not to be looked at each time that objects are looked for that do not
+    # Workers of data loaders start as in a user's process: in the way that this one was, they would import everything.
+    multiprocessing.set_start_method(None, force=True)
     try:
         os.environ.clear()
         os.environ.update(environment)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import re
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from lightning.fabric import Fabric
@@ -310,6 +312,15 @@ def mistakes(fabric: Fabric, folder: Path, rank: int) -> dict[str, Any]:
         model = Plain()
         return given.setup(model, kind(model.parameters(), **options))
 
+    def in_the_place_of_garbage() -> None:
+        gone = given.setup_optimizers(torch.optim.SGD(small.parameters()))
+        is_there = ref(gone.optimizer)
+        if rank > 0:
+            del gone
+            gc.collect()
+            assert is_there() is None
+        given.setup_optimizers(torch.optim.LBFGS(small.parameters()))
+
     def set_up_before() -> None:
         model = Plain()
         early = given.setup_optimizers(torch.optim.Adam(model.parameters()))
@@ -341,6 +352,7 @@ def mistakes(fabric: Fabric, folder: Path, rank: int) -> dict[str, Any]:
     seen["twice"] = error_of(given.setup_module, small.module)
     seen["foreign"] = error_of(given.setup, Plain(), torch.optim.Adam([nn.Parameter(torch.ones(2))]))
     seen["quadratic"] = error_of(set_up, torch.optim.LBFGS)
+    seen["in the place of garbage"] = error_of(in_the_place_of_garbage)
     for name, model in (("of a copy", small), ("of a copy of the module", small.module)):
         seen[name] = error_of(given.setup_optimizers, torch.optim.LBFGS(copy.deepcopy(model).parameters()))
     seen["before"] = error_of(set_up_before)

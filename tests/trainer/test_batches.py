@@ -186,8 +186,6 @@ class Indices(BasePredictionWriter):
 
 
 def loader(dataset: Any, **options: Any) -> DataLoader[Any]:
-    if options.get("num_workers"):  # the ranks were spawned, and workers would be, too: slow
-        options["multiprocessing_context"] = "fork"
     return DataLoader(dataset, **{"batch_size": 4, **options})
 
 

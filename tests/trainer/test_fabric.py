@@ -279,6 +279,7 @@ def test_other_precisions(alone: dict[str, Any], found: list[dict[str, Any]]) ->
         ("twice", ["was set up already", "fabric.setup_module once"]),
         ("foreign", ["optimizer 0, Adam, has no parameter of Plain", "fabric.setup_optimizers"]),
         ("quadratic", ["LBFGS computes its update from whole tensors"]),
+        ("in the place of garbage", ["LBFGS computes its update from whole tensors"]),
         ("of a copy", ["LBFGS computes its update from whole tensors"]),
         ("of a copy of the module", ["LBFGS computes its update from whole tensors"]),
         ("before", ["Adam was set up before Plain", "call fabric.setup(model, optimizer)"]),

@@ -24,7 +24,7 @@ def compared(*ranks: dict[str, Tensor] | list[tuple[str, Tensor]]) -> Difference
         for place, tensor in tensors.items() if isinstance(tensors, dict) else tensors:
             of_rank.note(place, tensor)
         noted.append(of_rank)
-    with mock.patch.object(fingerprints, "gather_objects", return_value=[one._noted for one in noted]):
+    with mock.patch.object(fingerprints, "gather_objects", return_value=[one._told() for one in noted]):
         group: Any = None
         return Fingerprints().compare(group)
 
