@@ -231,10 +231,10 @@ def reported(options: dict[str, Any]) -> tuple[list[str], StepReport]:
     gc.collect()
     with contextlib.redirect_stderr(io.StringIO()) as said, MostAllocated():
         trainer = L.Trainer(
-            accelerator=SecondDevice(), devices=2, strategy=AutoTPStrategy(**options), max_steps=6, logger=False,
+            accelerator=SecondDevice(), devices=2, strategy=AutoTPStrategy(**options), max_steps=5, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(Task(SIZES), rows(6 * 24 * trainer.strategy.data_ranks, 24))
+        trainer.fit(Task(SIZES), rows(5 * 16 * trainer.strategy.data_ranks, 16))
         found = trainer.strategy.report()
     return [line for line in said.getvalue().splitlines() if " predicted, " in line or "than predicted" in line], found
 
