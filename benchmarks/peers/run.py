@@ -71,7 +71,7 @@ class Measured:
         return statistics.median(own / its for own, its in zip(self.seconds, other.seconds, strict=True))
 
 
-def measure(case: str, ranks: int, rounds: int, only: Sequence[str] = ()) -> list[Measured]:
+def measure(case: str, ranks: int, rounds: int, only: Sequence[str] = (), looks: int = LOOKS) -> list[Measured]:
     """Measure a case in processes of its own: NCCL where there are as many GPUs, else gloo.
 
     Args:
@@ -79,14 +79,17 @@ def measure(case: str, ranks: int, rounds: int, only: Sequence[str] = ()) -> lis
         ranks: how many processes.
         rounds: how many steps of each system are timed.
         only: the systems to measure; all by default.
+        looks: steps of each under the profiler.
     """
     with tempfile.TemporaryDirectory() as directory:
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(_rank, (ranks, case, rounds, tuple(only), directory, results), nprocs=ranks)
+        mp.spawn(_rank, (ranks, case, (rounds, looks), tuple(only), directory, results), nprocs=ranks)
         return results.get()
 
 
-def _rank(rank: int, ranks: int, case: str, rounds: int, only: tuple[str, ...], directory: str, results: Any) -> None:
+def _rank(
+    rank: int, ranks: int, case: str, steps: tuple[int, int], only: tuple[str, ...], directory: str, results: Any
+) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     on_gpu = torch.cuda.device_count() >= ranks
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -102,14 +105,16 @@ def _rank(rank: int, ranks: int, case: str, rounds: int, only: tuple[str, ...], 
         timeout=timedelta(minutes=10),
     )
     try:
-        found = _compare(CASES[case], rounds, only, Path(directory), device)
+        found = _compare(CASES[case], *steps, only, Path(directory), device)
     finally:
         dist.destroy_process_group()
     if rank == 0:
         results.put(found)
 
 
-def _compare(case: Case, rounds: int, only: tuple[str, ...], directory: Path, device: torch.device) -> list[Measured]:
+def _compare(
+    case: Case, rounds: int, looks: int, only: tuple[str, ...], directory: Path, device: torch.device
+) -> list[Measured]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(case.config()).to(device).train()
     if dist.get_rank() == 0:
@@ -143,7 +148,7 @@ def _compare(case: Case, rounds: int, only: tuple[str, ...], directory: Path, de
         first = turn % len(good)  # a step is slower or faster after another's: each comes after each
         for measured in (*good[first:], *good[:first]):
             measured.seconds.append(_timed(ready[measured.system], source))
-    for _ in range(LOOKS):
+    for _ in range(looks):
         for measured in good:
             prepared = ready[measured.system]
             dist.barrier()

@@ -8,10 +8,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import calibrated
 import planner
 import published
 import pytest
 from distributed import SCRIPT_ENVIRONMENT
+
+from lightning_autotp.planning.estimate import StepTime
+from lightning_autotp.planning.machines import Machine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -42,6 +46,37 @@ def test_steps_beside_the_peers(tmp_path: Path) -> None:
     assert "a tiny Llama" in text
     assert len([line for line in text.splitlines() if line.endswith(" s |")]) == 9  # every system was timed
     assert page.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.nightly
+def test_steps_predicted_of_a_measured_machine(tmp_path: Path) -> None:
+    page = tmp_path / "calibrated-times.md"
+    run("calibrated.py", "--page", page, "--tiny", "true", "--rounds", "2")
+    text = page.read_text()
+    assert (
+        len([line for line in text.splitlines() if "%" in line and " ms |" in line]) == 5
+    )  # every system of this project
+    assert " of 5 predictions are within 15% " in text
+
+
+def test_which_systems_are_ranked_wrong() -> None:
+    """A machine that was measured twice has the best of each figure; what is predicted to be sooner may be later."""
+
+    def row(system: str, predicted: float, measured: float) -> calibrated.Row:
+        return calibrated.Row(system, StepTime(predicted, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), measured)
+
+    rows = [row("one process", 2.0, 2.1), row("plain", 1.0, 1.0), row("sequence parallel", 1.1, 0.8)]
+    rows.append(row(calibrated.COMPILED, 1.0, 9.0))  # not ranked
+    assert list(calibrated.wrong_pairs(rows)) == ["plain before sequence parallel, which was 25% faster"]
+    near, rank = calibrated.verdict({"a model": rows})
+    assert near == "2 of 4 predictions are within 15% of what was measured."
+    assert rank.startswith("a model: ranked wrong: plain before ")
+    machine = Machine.of("2xH100")
+    slower = {"peak_fp32": machine.peak_fp32 / 2, "link_bandwidth": machine.link_bandwidth / 2}
+    busy = replace(machine, latency=2 * machine.latency, **slower)
+    best = calibrated.fastest([busy, machine])
+    assert best.all_reduce_passes == pytest.approx(machine.all_reduce_passes)
+    assert replace(best, all_reduce_passes=machine.all_reduce_passes) == machine
 
 
 @pytest.mark.nightly

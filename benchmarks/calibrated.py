@@ -1,0 +1,227 @@
+"""Predict this project's steps of compare.py on this machine, as measure-machine finds it, and measure them.
+
+    python benchmarks/calibrated.py                           # all models, and docs/calibrated-times.md
+    python benchmarks/calibrated.py --case '[Mixtral]' --page null  # one
+
+The machine is measured before each model; no step that is predicted is used for that. Steps and
+the machine's figures are the fastest of several, since whatever else runs makes them slower.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import auto_cli
+from peers.cases import CASES, TINY
+from peers.run import measure as measure_steps
+from peers.systems import ONE, OURS
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lightning_autotp import make_plan
+from lightning_autotp.planning.estimate import StepTime, step_time
+from lightning_autotp.planning.machines import Machine
+from lightning_autotp.planning.measure import measure as measure_machine
+from lightning_autotp.planning.rehearsal import Rehearsal, fullest_rank, local_model, rehearse
+
+PAGE = Path(__file__).parent.parent / "docs" / "calibrated-times.md"
+REACH = 0.15
+"""How far off a prediction may be."""
+COMPILED = "lightning_autotp, compiled"
+NOT_PREDICTED = (
+    "Not in a prediction: Python's own time; and that the C library asks the operating system anew for each result of"
+    " more than 32 MiB, which a processor then writes several times as slowly as others. The logits of 128,256 words"
+    " are such a result in one process and where they are read; a loss in parts has none."
+)
+HEADER = (
+    "system",
+    "products",
+    "other operators",
+    "sent",
+    "predicted",
+    "measured",
+    "off",
+    "of one process",
+    "measured ",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system's step of one model.
+
+    Attributes:
+        system: its name.
+        predicted: what it is to take.
+        measured: seconds that the fastest one took.
+    """
+
+    system: str
+    predicted: StepTime
+    measured: float
+
+    @property
+    def off(self) -> float:
+        """By which share of what is measured the prediction is more."""
+        return self.predicted.total / self.measured - 1
+
+
+def fastest(found: Sequence[Machine]) -> Machine:
+    """A machine that was measured several times: of each figure the best."""
+    rates = ("peak_bf16", "peak_fp32", "memory_bandwidth", "link_bandwidth")
+    best: dict[str, Any] = {name: max(getattr(machine, name) for machine in found) for name in rates}
+    best["latency"] = min(machine.latency for machine in found)
+    seconds = min(machine.all_reduce_passes / machine.link_bandwidth for machine in found)  # of an all-reduced byte
+    return replace(found[0], all_reduce_passes=seconds * best["link_bandwidth"], **best)
+
+
+def _reading(output: Any, _: Any) -> Tensor:
+    """The loss, after code has asked the logits for the best word."""
+    output.logits.argmax(-1)
+    loss: Tensor = output.loss
+    return loss
+
+
+def rehearsals(name: str, ranks: int) -> dict[str, Rehearsal]:
+    """A step of each system of this project, without values. A compiled one's is that of the same code."""
+    case = CASES[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(case.config()).train()
+        tokens = torch.empty(case.rows, case.length, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+    def step(size: int, sequence_parallel: bool = False, loss: Callable[[Any, Any], Tensor] | None = None) -> Rehearsal:
+        plan = None
+        if size > 1:
+            plan, _ = make_plan(
+                model,
+                size,
+                example_inputs=batch,
+                tokens_per_step=(case.rows, case.length),
+                sequence_parallel=sequence_parallel,
+            )
+        local = local_model(model, plan, 0 if plan is None else fullest_rank(plan))
+        return rehearse(local, batch, precision="32-true", optimizer="none", loss=loss)
+
+    eager = step(ranks)
+    ours = (eager, step(ranks, sequence_parallel=True), eager, step(ranks, loss=_reading))
+    return {ONE: step(1), **dict(zip(OURS, ours, strict=True))}
+
+
+def predicted(
+    rehearsed: Mapping[str, Rehearsal], seconds: Mapping[str, float], machine: Machine, ranks: int
+) -> list[Row]:
+    """Each system's step."""
+    return [
+        Row(name, step_time(rehearsed[name], machine, 1 if name == ONE else ranks, in_bf16=False), took)
+        for name, took in seconds.items()
+    ]
+
+
+def wrong_pairs(rows: Sequence[Row]) -> Iterator[str]:
+    """Which of two systems is not the faster one that is predicted to be, and by how much it is slower."""
+    for pair in combinations([row for row in rows if row.system != COMPILED], 2):
+        sooner, later = sorted(pair, key=lambda row: row.predicted.total)
+        if sooner.measured > later.measured:
+            yield f"{sooner.system} before {later.system}, which was {sooner.measured / later.measured - 1:.0%} faster"
+
+
+def cells(row: Row, one: Row) -> tuple[str, ...]:
+    """A row of the table."""
+    time = row.predicted
+    parts = (time.products, time.others, time.tensor_parallel, time.total, row.measured)
+    shares = (time.total / one.predicted.total, row.measured / one.measured)
+    return row.system, *(f"{1e3 * part:,.0f} ms" for part in parts), f"{row.off:+.0%}", *(f"{x:.2f}" for x in shares)
+
+
+def verdict(found: Mapping[str, Sequence[Row]]) -> list[str]:
+    """How many predictions are near enough, and which ranks are wrong."""
+    every = [row for rows in found.values() for row in rows]
+    near = sum(abs(row.off) <= REACH for row in every)
+    lines = [f"{near} of {len(every)} predictions are within {REACH:.0%} of what was measured."]
+    for case, rows in found.items():
+        wrong = list(wrong_pairs(rows))
+        lines.append(f"{case}: ranked {'wrong: ' + '; '.join(wrong) if wrong else 'right'}.")
+    return lines
+
+
+def to_markdown(found: Mapping[str, Sequence[Row]], machine: Machine, ranks: int, rounds: int, load: float) -> str:
+    """The page."""
+    lines = [
+        "# Step times, calibrated and measured",
+        "",
+        f"What `lightning-autotp measure-machine` finds of this machine, {ranks} processes on {os.cpu_count()} cores,"
+        " predicts the steps of this project that [benchmarks](benchmarks.md) times (forward and backward, fp32)."
+        " Nothing is fitted to these steps. Written by `python benchmarks/calibrated.py`.",
+        "",
+        f"Other programs ran on the machine meanwhile (a load of {load:.1f}). So each step is the fastest of {rounds},"
+        " and each figure of the machine the best of calibrations before each model.",
+        "",
+        "| products in fp32 | memory | between processes | of an all-reduce | latency |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+        f"| {machine.peak_fp32 / 1e9:.0f} GFLOP/s | {machine.memory_bandwidth / 1e9:.1f} GB/s |"
+        f" {machine.link_bandwidth / 1e9:.2f} GB/s |"
+        f" {machine.link_bandwidth / machine.all_reduce_passes / 1e9:.2f} GB/s | {1e6 * machine.latency:.0f} us |",
+        "",
+        *verdict(found)[:1],
+        "",
+        *(f"* {line}" for line in verdict(found)[1:]),
+        "",
+        "*compiled* is predicted as the same code without a compiler, and not ranked: it is not known what one fuses."
+        " *of one process* is the share of one process's step, predicted and measured.",
+    ]
+    lines += ["", NOT_PREDICTED]
+    if missing := [name for name in CASES if name != TINY and name not in found]:
+        lines += ["", f"Not measured in this run: {'; '.join(missing)}."]
+    for case, rows in found.items():
+        lines += ["", f"## {case}", "", f"| {' | '.join(name.strip() for name in HEADER)} |"]
+        lines += ["| --- |" + " ---: |" * (len(HEADER) - 1)]
+        lines += [f"| {' | '.join(cells(row, rows[0]))} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    ranks: int = 2, rounds: int = 5, case: list[str] | None = None, page: Path | None = PAGE, tiny: bool = False
+) -> None:
+    """Predict and measure.
+
+    Args:
+        ranks: processes.
+        rounds: steps of each system that are timed, in turn.
+        case: names of the models, or parts of them, in the order in which they are measured; all by default.
+        page: where to write the page, after each model; ``null`` to print only.
+        tiny: take a tiny model instead, to see that everything runs.
+    """
+    names = [TINY] if tiny else [name for name in CASES if name != TINY]
+    wanted = names if case is None else [name for part in case for name in names if part in name]
+    machines: list[Machine] = []
+    rehearsed: dict[str, dict[str, Rehearsal]] = {}
+    seconds: dict[str, dict[str, float]] = {}
+    loads: list[float] = []
+    console = Console(width=120)
+    for name in wanted:
+        machines.append(measure_machine(ranks, "cpu"))
+        seconds[name] = {each.system: min(each.seconds) for each in measure_steps(name, ranks, rounds, list(OURS), 0)}
+        loads.append(os.getloadavg()[0])
+        rehearsed[name] = rehearsals(name, ranks)
+        # All models again, by what is known of the machine now: a page of some is better than none.
+        machine = fastest(machines)
+        found = {done: predicted(rehearsed[done], seconds[done], machine, ranks) for done in seconds}
+        table = Table(*HEADER, title=name)
+        for row in found[name]:
+            table.add_row(*cells(row, found[name][0]))
+        console.print(table, *verdict(found), sep="\n")
+        if page is not None:
+            page.write_text(to_markdown(found, machine, ranks, rounds, sum(loads) / len(loads)))
+
+
+if __name__ == "__main__":
+    auto_cli(main)
