@@ -83,6 +83,7 @@ BY_HAND: dict[str, Callable[[dict[str, Any]], object]] = {
     "aten.dot.default": lambda a: a["self"] @ a["tensor"],
     "aten.vdot.default": lambda a: a["self"] @ a["other"],
     "aten.addmv.default": lambda a: a["mat"] @ a["vec"],
+    "aten.addr.default": lambda a: a["vec1"][:, None] * a["vec2"],  # of docs/adding-an-operator.md
     "aten.addbmm.default": lambda a: a["batch1"] @ a["batch2"],
     "aten.bilinear.default": lambda a: bilinear(a["input1"], a["input2"], a["weight"]),
     "aten._grouped_mm.default": lambda a: grouped(a["self"], a["mat2"], a["offs"]),
