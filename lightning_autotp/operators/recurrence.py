@@ -12,8 +12,8 @@ from lightning_autotp.operators.registry import Shapes, operator
 
 
 def _recurrent_flops(shapes: Shapes) -> float:
-    """``[..., features]``: every place of the sequences meets every matrix of every layer and direction once."""
-    return 2 * prod(shapes.inputs[0][:-1]) * sum(prod(shape) for shape in shapes.each("params") if len(shape) == 2)
+    """``input [..., features]``: every place of the sequences meets every matrix of every layer and direction once."""
+    return 2 * prod(shapes["input"][:-1]) * sum(prod(shape) for shape in shapes.each("params") if len(shape) == 2)
 
 
 def _cell_flops(shapes: Shapes) -> float:
@@ -22,5 +22,6 @@ def _cell_flops(shapes: Shapes) -> float:
 
 
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-operator(*(f"aten.{name}.{packed}" for name in _KINDS for packed in ("input", "data")), flops=_recurrent_flops)
+operator(*(f"aten.{name}.input" for name in _KINDS), flops=_recurrent_flops)
+operator(*(f"aten.{name}.data" for name in _KINDS))  # of packed sequences, whose lengths are values
 operator(*(f"aten.{name}_cell.default" for name in _KINDS), flops=_cell_flops)
