@@ -78,8 +78,9 @@ def _figures(kind: str, ranks: int) -> dict[str, float]:
     width = 8192 if kind == "cuda" else 1024
 
     def rate(dtype: torch.dtype) -> float:
-        x = torch.ones(width, width, device=kind, dtype=dtype)
-        return 2 * width**3 / _seconds(lambda: x @ x, kind)
+        """Of products one after the other, whose results are kept, as in a step: a single one may be faster."""
+        x = torch.randn(width, width, device=kind, dtype=dtype)
+        return _KEPT * 2 * width**3 / _seconds(lambda: [x @ x for _ in range(_KEPT)], kind)
 
     part = torch.ones((256 if kind == "cuda" else 8) * _MEBIBYTES // 4 // ranks, device=kind)
     moved = part.repeat(ranks)
