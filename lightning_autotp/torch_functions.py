@@ -1,6 +1,7 @@
 """What torch's functions do with the elements of a tensor: one table for all who see calls of them on parts.
 
-Which are elementwise is taken from the operators' records, and which operators are, from torch's own tag.
+Which are elementwise is taken from the operators' records, and which operators are, from torch's own tag: importing
+this module declares those, so the tracer imports it, too.
 
 A gradient of which a rank has a part, logits, a parameter in code around the model, and what a module's code computes
 are each followed by torch's functions, not by its operators. What a function is to a part follows from what it does.
