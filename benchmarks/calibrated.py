@@ -155,6 +155,7 @@ def verdict(found: Mapping[str, Sequence[Row]]) -> list[str]:
 
 def to_markdown(found: Mapping[str, Sequence[Row]], machine: Machine, ranks: int, rounds: int, load: float) -> str:
     """The page."""
+    in_all, *by_model = verdict(found)
     lines = [
         "# Step times, calibrated and measured",
         "",
@@ -171,14 +172,15 @@ def to_markdown(found: Mapping[str, Sequence[Row]], machine: Machine, ranks: int
         f" {machine.link_bandwidth / 1e9:.2f} GB/s |"
         f" {machine.link_bandwidth / machine.all_reduce_passes / 1e9:.2f} GB/s | {1e6 * machine.latency:.0f} us |",
         "",
-        *verdict(found)[:1],
+        in_all,
         "",
-        *(f"* {line}" for line in verdict(found)[1:]),
+        *(f"* {line}" for line in by_model),
         "",
         "*compiled* is predicted as the same code without a compiler, and not ranked: it is not known what one fuses."
         " *of one process* is the share of one process's step, predicted and measured.",
+        "",
+        NOT_PREDICTED,
     ]
-    lines += ["", NOT_PREDICTED]
     if missing := [name for name in CASES if name != TINY and name not in found]:
         lines += ["", f"Not measured in this run: {'; '.join(missing)}."]
     for case, rows in found.items():

@@ -113,7 +113,7 @@ def average(site: Site) -> list[Dims]:
 
 @operator("aten.grid_sampler.default")
 def grid_sampler(site: Site) -> Dims:
-    """``input [n, c, places]``, ``grid [n, new places, axes]`` -> ``[n, c, new places]``, every channel by itself."""
+    """``input [n, c, ...]``, ``grid [n, positions, axes]`` -> ``[n, c, positions]``: each channel is sampled alike."""
     rows, channels, *places = site.dims("input")
     other_rows, *asked, axes = site.dims("grid")
     site.keep_whole(*places, axes, because=_RESAMPLED)
@@ -129,6 +129,28 @@ def max_unpool(site: Site) -> Dims:
         site.tie(ours, theirs)
     site.linear_in("self")
     return (*dims[:-2], *_positions(site, dims[-2:]))
+
+
+@operator("aten.pixel_shuffle.default")
+def pixel_shuffle(site: Site) -> Dims | list[Dims]:
+    """``[..., (c k k), h, w]`` -> ``[..., c, (h k), (w k)]``."""
+    *batch, channels, height, width = site.dims("self")
+    parts = site.axes.split(channels, site.shape[-3])
+    if parts is None:
+        return site.give_up("pixel_shuffle divides a dim across its parts")
+    site.keep_whole(parts[1], because=_RESAMPLED)
+    site.linear_in("self")
+    return (*batch, parts[0], *_positions(site, (height, width)))
+
+
+@operator("aten.pixel_unshuffle.default")
+def pixel_unshuffle(site: Site) -> Dims:
+    """``[..., c, (h k), (w k)]`` -> ``[..., (c k k), h, w]``."""
+    *batch, channels, height, width = site.dims("self")
+    inside = site.new(site["downscale_factor"] ** 2)
+    site.keep_whole(inside, because=_RESAMPLED)
+    site.linear_in("self")
+    return (*batch, product([channels, inside]), *_positions(site, (height, width)))
 
 
 @operator("aten.im2col.default")

@@ -117,6 +117,6 @@ def pointwise_backward(site: Site) -> Dims:
 
 
 def declare_elementwise(names: Iterable[str]) -> None:
-    """Declare those of these operators of which nothing is known but that they act on every element by itself."""
+    """Declare those of these elementwise operators that have no record yet."""
     for name in sorted(set(names) - set(known_operators())):
         elementwise(name)(pointwise_backward if "_backward." in name else pointwise)

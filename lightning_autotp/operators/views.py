@@ -339,34 +339,6 @@ def glu(site: Site) -> Dims:
     return tuple(dims)
 
 
-@operator("aten.pixel_shuffle.default")
-def pixel_shuffle(site: Site) -> Dims | list[Dims]:
-    """``[..., (c k k), h, w]`` -> ``[..., c, (h k), (w k)]``."""
-    *batch, channels, height, width = site.dims("self")
-    parts = site.axes.split(channels, site.shape[-3])
-    if parts is None:
-        return site.give_up(_ACROSS)
-    site.linear_in("self")
-    return (*batch, parts[0], *_moved(site, parts[1], height, width))
-
-
-@operator("aten.pixel_unshuffle.default")
-def pixel_unshuffle(site: Site) -> Dims:
-    """``[..., c, (h k), (w k)]`` -> ``[..., (c k k), h, w]``."""
-    *batch, channels, height, width = site.dims("self")
-    inside = site.new(site["downscale_factor"] ** 2)
-    site.keep_whole(inside)
-    site.linear_in("self")
-    return (*batch, product([channels, inside]), *_moved(site, height, width))
-
-
-def _moved(site: Site, *dims: Dim) -> Dims:
-    """The last two dims of the result, made of these: all stay whole."""
-    fresh = tuple(site.new(size) for size in site.shape[-2:])
-    site.keep_whole(*dims, *fresh, because="positions of an image become others")
-    return fresh
-
-
 @operator("aten.rot90.default")
 def rot90(site: Site) -> Dims:
     """Two dims change places and are turned back, and stay whole."""

@@ -103,7 +103,8 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
         if difference:
             end = _identity_chain(wanted, position, local, tensors)
             if end is not None:
-                if local.failed_at == expected.origin.source if found is None else found.name == expected.name:
+                is_here = local.failed_at == expected.origin.source if found is None else found.name == expected.name
+                if is_here:
                     doubted.setdefault(place, Mismatch(position, expected.origin, difference))
                 position = end
             elif (left_out := _repeats(wanted, position, local, tensors)) is not None:

@@ -42,14 +42,12 @@ class _Proof:
     Attributes:
         layouts: these.
         known: sizes that must be local in any case.
-        sizes: all that must be.
-        proved: the layouts as they are carried out; or why they cannot be.
+        proved: all sizes that must be, and the layouts as they are carried out; or why they cannot be.
     """
 
     layouts: Solution
     known: _Sizes
-    sizes: _Sizes
-    proved: Solution | Unlocalizable
+    proved: tuple[_Sizes, Solution] | Unlocalizable
 
 
 @dataclass(frozen=True)
@@ -71,18 +69,17 @@ class Proofs:
         """
         for one in self._found:
             if one.layouts.graph is layouts.graph and one.known == known and one.layouts == layouts:
-                found = one
-                break
-        else:
-            try:
-                found = _Proof(layouts, known, *prove())
-            except Unlocalizable as error:
-                found = _Proof(layouts, known, known, error)
-            self._found.append(found)
-        if isinstance(found.proved, Unlocalizable):
-            raise found.proved
-        as_proved = {name: getattr(found.proved, name) for name in ("layouts", "slices", "made_local")}
-        return found.sizes, replace(layouts, **as_proved)
+                if isinstance(one.proved, Unlocalizable):
+                    raise one.proved
+                sizes, run = one.proved
+                return sizes, replace(layouts, layouts=run.layouts, slices=run.slices, made_local=run.made_local)
+        try:
+            proved = prove()
+        except Unlocalizable as error:
+            self._found.append(_Proof(layouts, known, error))
+            raise
+        self._found.append(_Proof(layouts, known, proved))
+        return proved
 
 
 def feasible_plan(
@@ -321,11 +318,16 @@ class _Search:
         return solve(self.graph, self.ranks, IMPLEMENTATIONS, profile, self.blocked, tokens, pins, **tokens_as)
 
     def _carried_out(self, solution: Solution) -> tuple[Plan, Solution]:
+        written: list[tuple[Solution, Plan]] = []
+
         def plan_of(solution: Solution) -> Plan:
-            name, options = type(self.model).__name__, self.options
-            return plan_from_solution(
-                solution, name, self.parameters, traced_with=options.traced_with, device=options.device
-            )
+            if not written or written[-1][0] is not solution:
+                name, options = type(self.model).__name__, self.options
+                plan = plan_from_solution(
+                    solution, name, self.parameters, traced_with=options.traced_with, device=options.device
+                )
+                written.append((solution, plan))
+            return written[-1][1]
 
         known = tuple(size for sizes in self.experts.values() for size in sizes)
         find = partial(find_sizes, self.model, self.inputs, solution, plan_of, known)

@@ -63,19 +63,12 @@ def find_sizes(
         model: the original model (it is copied).
         example_inputs: the batch that the solution's graph was captured with.
         solution: the layouts.
-        plan_of: makes the plan for a solution, without sizes.
+        plan_of: gives the plan for a solution, without sizes; it is asked again for the same one.
         known: sizes that must be local in any case.
 
     Raises:
         Unlocalizable: if no choice of sizes gives the right trace.
     """
-    plans: list[tuple[Solution, Plan]] = []  # of the solutions that are tried
-
-    def plan_with(solution: Solution, sizes: tuple[SizePlan, ...]) -> Plan:
-        if not plans or plans[-1][0] is not solution:
-            plans.append((solution, plan_of(solution)))
-        return with_sizes(plans[-1][1], sizes, solution.graph)
-
     made: dict[int, tuple[Solution, tuple[SizePlan, ...], nn.Module]] = {}
 
     def local_model(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> nn.Module:
@@ -87,7 +80,8 @@ def find_sizes(
                 set_size(local, size, size.local[rank])
         else:
             local = meta_copy(model)
-            apply_plan(local, plan_with(solution, sizes), TPGroup("", rank, solution.ranks))
+            plan = with_sizes(plan_of(solution), sizes, solution.graph)
+            apply_plan(local, plan, TPGroup("", rank, solution.ranks))
         made[rank] = solution, sizes, local
         return local
 

@@ -234,3 +234,15 @@ def unpool(draw: Draw, name: str) -> Any:
     x = draw.operand(2, draw.one(2, 3, 4), 4, 4)
     values, places = draw.tape.call("aten.max_pool2d_with_indices.default", x, [2, 2])
     return draw.tape.call(name, values, places, [4, 4])
+
+
+@case("aten.pixel_shuffle.default")
+def pixel_shuffle(draw: Draw, name: str) -> Any:
+    factor = draw.one(1, 2, 2)
+    return draw.tape.call(name, draw.operand(draw.one(1, 2), draw.one(1, 2, 4) * factor**2, 2, 3), factor)
+
+
+@case("aten.pixel_unshuffle.default")
+def pixel_unshuffle(draw: Draw, name: str) -> Any:
+    factor = draw.one(1, 2, 2)
+    return draw.tape.call(name, draw.operand(draw.one(1, 2), draw.one(1, 2, 4), 2 * factor, factor), factor)

@@ -229,18 +229,6 @@ def select_scatter(draw: Draw, name: str) -> Any:
     return draw.tape.call(name, draw.operand(*shape), draw.other(*sizes), dim, draw.one(0, -1))
 
 
-@case("aten.pixel_shuffle.default")
-def pixel_shuffle(draw: Draw, name: str) -> Any:
-    factor = draw.one(1, 2, 2)
-    return draw.tape.call(name, draw.operand(draw.one(1, 2), draw.one(1, 2, 4) * factor**2, 2, 3), factor)
-
-
-@case("aten.pixel_unshuffle.default")
-def pixel_unshuffle(draw: Draw, name: str) -> Any:
-    factor = draw.one(1, 2, 2)
-    return draw.tape.call(name, draw.operand(draw.one(1, 2), draw.one(1, 2, 4), 2 * factor, factor), factor)
-
-
 @case("aten.rot90.default")
 def rot90(draw: Draw, name: str) -> Any:
     shape = draw.shape(2)
