@@ -1,7 +1,7 @@
 """Run a function on several ranks, each a real process with a gloo process group.
 
 A test hands over one top-level function that does many checks. A start takes little, since ranks are forked from a
-process that has imported everything and traced a model; making a model parallel takes a second of each rank.
+process that has imported everything and trained a model; making a model parallel takes a second of each rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PRELOADED = [
     "transformers.models.auto.modeling_auto",
     "lightning_autotp.lightning.strategy",
     "lightning_autotp.lightning.fabric",
-    "traced_once",
+    "trained_once",
 ]
 """What ranks have imported already when they begin. One that fails to be imported only takes time later."""
 
