@@ -63,7 +63,7 @@ class Measured:
 
     @property
     def spent(self) -> dict[str, float]:
-        """What these seconds go to; empty where nobody looked."""
+        """What these seconds go to; empty where that was not measured."""
         return {kind: statistics.median(look[kind] for look in self.looks) for kind in KINDS if self.looks}
 
     def beside(self, other: Measured) -> float:

@@ -1,6 +1,6 @@
 """The zoo over processes: long-lived ranks that go through the architectures, restarted when one leaves them in doubt.
 
-One rank failing alone, or nobody answering in time, may leave its peers inside a collective; such ranks are ended and
+One rank failing alone, or no rank answering in time, may leave its peers inside a collective; such ranks are ended and
 new ones started, so that no architecture spoils the next one's verdict.
 """
 
