@@ -7,12 +7,14 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from lightning_autotp.solving.cost import Profile
 
 DIRECTORY = Path(__file__).parent / "machine_files"
-_OPTIONAL = {"gpus", "host_memory", "host_memory_bandwidth", "host_link_bandwidth"}
+_RATES = {"product_rates_bf16", "product_rates_fp32"}
+_OPTIONAL = {"gpus", "host_memory", "host_memory_bandwidth", "host_link_bandwidth", *_RATES}
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Machine:
         reserved: bytes of it that are no tensor's: context, communication buffers, workspaces.
         peak_bf16: dense floating-point operations per second in bfloat16.
         peak_fp32: likewise in float32.
-        reached: the share of a peak that products of training reach.
+        reached: the share of a peak that products of training reach, where no rates of theirs are given.
         memory_bandwidth: bytes per second.
         link_bandwidth: bytes per second and direction between GPUs of a node.
         latency: seconds of a small collective in a node.
@@ -36,6 +38,9 @@ class Machine:
         host_memory: bytes of a node's own memory; ``None`` where it is not known, as the next ones.
         host_memory_bandwidth: bytes per second of it.
         host_link_bandwidth: bytes per second and direction between a GPU and it, while all GPUs of a node copy.
+        product_rates_bf16: what products reach in bfloat16, in pairs, rising: of so many operations for each byte that
+            they read and write, so many a second. Empty where it was not measured.
+        product_rates_fp32: likewise in float32.
         gpus: how many there are.
     """
 
@@ -55,6 +60,8 @@ class Machine:
     host_memory: float | None = None
     host_memory_bandwidth: float | None = None
     host_link_bandwidth: float | None = None
+    product_rates_bf16: tuple[tuple[float, float], ...] = ()
+    product_rates_fp32: tuple[tuple[float, float], ...] = ()
     gpus: int = 0
 
     @classmethod
@@ -72,11 +79,17 @@ class Machine:
         known = {field.name for field in fields(cls)}
         if missing := known - given - _OPTIONAL or given - known:
             raise ValueError(f"the machine {str(file)!r} has other entries than needed: look at {sorted(missing)}")
-        positive = {key: value for key, value in data.items() if key != "name" and value is not None}
+        positive = {key: value for key, value in data.items() if key not in {"name", *_RATES} and value is not None}
         wrong = [key for key, value in positive.items() if not _is_positive(value)]
         if wrong:
             raise ValueError(f"the machine {str(file)!r}: {', '.join(wrong)} must be positive numbers, as 3.0e+9")
-        found = cls(**data)
+        rates = {key: data[key] for key in sorted(_RATES & given)}
+        if wrong := [key for key, value in rates.items() if not _are_rates(value)]:
+            raise ValueError(
+                f"the machine {str(file)!r}: {', '.join(wrong)} must be pairs of positive numbers, of which the first"
+                " ones rise, as [[50.0, 1.0e+14], [200.0, 3.0e+14]]"
+            )
+        found = cls(**data | {key: tuple(map(tuple, value)) for key, value in rates.items()})
         return replace(found, gpus=found.gpus or found.gpus_per_node)
 
     @classmethod
@@ -100,7 +113,9 @@ class Machine:
 
     def write(self, file: Path) -> None:
         """Write the file that :meth:`read` reads."""
-        known = {key: value for key, value in asdict(self).items() if value is not None}
+        known = {key: value for key, value in asdict(self).items() if value not in (None, ())}
+        for key in _RATES & known.keys():
+            known[key] = [list(pair) for pair in known[key]]
         file.write_text(yaml.safe_dump(known, sort_keys=False))
 
     @property
@@ -139,6 +154,14 @@ class Machine:
         """Floating-point operations per second of a GPU, in bfloat16 or float32."""
         return self.peak_bf16 if in_bf16 else self.peak_fp32
 
+    def product_rate(self, intensity: float, in_bf16: bool) -> float:
+        """What a product reaches that has so many floating-point operations for each byte that it touches."""
+        rates = self.product_rates_bf16 if in_bf16 else self.product_rates_fp32
+        if not rates:
+            return self.peak(in_bf16) * self.reached
+        intensities, reached = zip(*rates, strict=True)
+        return float(np.interp(intensity, intensities, reached))
+
 
 def machine_called(name: str) -> Machine | None:
     """One node of the GPUs that a device is called by (``"NVIDIA H100 80GB HBM3"``), if they are known."""
@@ -149,6 +172,13 @@ def machine_called(name: str) -> Machine | None:
 def known_machines() -> dict[str, Path]:
     """The files of the machines that come with the package, by the name of their GPUs."""
     return {file.stem.upper(): file for file in sorted(DIRECTORY.glob("*.yaml"))}
+
+
+def _are_rates(value: object) -> bool:
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        return False
+    firsts = [pair[0] for pair in value]
+    return all(_is_positive(number) for pair in value for number in pair) and firsts == sorted(set(firsts))
 
 
 def _is_positive(value: object) -> bool:

@@ -11,14 +11,46 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_autotp.planning.machines import Machine
+from lightning_autotp.planning.meter import Work
+from lightning_autotp.planning.rehearsal import Precision, rehearse
 
 _ROUNDS = 7
 _MEBIBYTES = 2**20
-_KEPT = 32
-"""Results that are there at the same time."""
+_LAYERS = 4
+_WIDTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+"""Of layers whose products are measured, with twice as many rows."""
+
+
+class _Products(nn.Module):
+    """Products as a training step has them: each of other operands than the one before, with a result that is kept."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(_LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, width]`` to one number."""
+        made: Tensor = self.layers(x).sum()
+        return made
+
+
+class _BetweenProducts(nn.Module):
+    """What the layers of a transformer compute between products: norms, activations, sums."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(_LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, width]`` to one number."""
+        for scale in self.scales:
+            normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+            x = x + F.silu(normed) * normed
+        return x.sum()
 
 
 def measure(processes: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> Machine:
@@ -39,7 +71,7 @@ def measure(processes: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> 
     with tempfile.TemporaryDirectory() as directory:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(_rank, (processes, kind, directory, results), nprocs=processes)
-        figures: dict[str, float] = results.get()
+        figures: dict[str, Any] = results.get()
     memory = (
         torch.cuda.get_device_properties(0).total_memory
         if kind == "cuda"
@@ -73,15 +105,32 @@ def _rank(rank: int, ranks: int, kind: str, directory: str, results: Any) -> Non
         results.put(figures)
 
 
-def _figures(kind: str, ranks: int) -> dict[str, float]:
+def _figures(kind: str, ranks: int) -> dict[str, Any]:
     """What this process reaches while the others do the same. Collective."""
-    width = 8192 if kind == "cuda" else 1024
 
-    def rate(dtype: torch.dtype) -> float:
-        """Of products one after the other, whose results are kept, as in a step: a single one may be faster."""
-        x = torch.randn(width, width, device=kind, dtype=dtype)
-        return _KEPT * 2 * width**3 / _seconds(lambda: [x @ x for _ in range(_KEPT)], kind)
+    def seconds_of(module: nn.Module, x: Tensor) -> float:
+        """Of a forward and a backward pass, while all ranks make one."""
 
+        def step() -> None:
+            module.zero_grad()
+            module(x).backward()
+
+        return _seconds(step, kind)
+
+    def products(dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
+        """What products reach, of rising sizes."""
+        rates = []
+        for width in _WIDTHS[kind]:
+            module, x = _made(_Products(width), width, kind, dtype)
+            work = _work(module, x)
+            touched = sum(moved * count for (_, moved), count in work.products.items())
+            rates.append((work.flops / touched, work.flops / seconds_of(module, x)))
+        return tuple(rates)
+
+    width = _WIDTHS[kind][-1]
+    module, x = _made(_BetweenProducts(width), width, kind, torch.float32)
+    others = _work(module, x).others
+    in_bf16, in_fp32 = products(torch.bfloat16), products(torch.float32)
     part = torch.ones((256 if kind == "cuda" else 8) * _MEBIBYTES // 4 // ranks, device=kind)
     moved = part.repeat(ranks)
     small = torch.ones(8, device=kind)
@@ -93,9 +142,11 @@ def _figures(kind: str, ranks: int) -> dict[str, float]:
     sent = (ranks - 1) / ranks * moved.nbytes
     link = 2 * sent / max(gathered + scattered - 2 * latency, 1e-9)
     return {
-        "peak_bf16": rate(torch.bfloat16),
-        "peak_fp32": rate(torch.float32),
-        "memory_bandwidth": _memory_bandwidth(kind),
+        "peak_bf16": max(rate for _, rate in in_bf16),
+        "peak_fp32": max(rate for _, rate in in_fp32),
+        "product_rates_bf16": in_bf16,
+        "product_rates_fp32": in_fp32,
+        "memory_bandwidth": (others.bytes + others.fixed_bytes) / seconds_of(module, x),
         "link_bandwidth": link,
         "latency": latency,
         "all_reduce_passes": max(reduced - latency, 1e-9) * link / sent,
@@ -103,18 +154,15 @@ def _figures(kind: str, ranks: int) -> dict[str, float]:
     }
 
 
-def _memory_bandwidth(kind: str) -> float:
-    """Bytes per second that an operator moves whose result is kept, as most of a forward pass are.
+def _made(module: nn.Module, width: int, kind: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """A module where it is measured, and its input."""
+    return module.to(kind, dtype), torch.randn(2 * width, width, device=kind, dtype=dtype, requires_grad=True)
 
-    On a GPU that is memory which torch has already. A processor's comes page by page from the operating system, in each
-    step anew, which takes longer than to compute what is written there.
-    """
-    x = torch.ones((128 if kind == "cuda" else 8) * _MEBIBYTES // 4, device=kind)
 
-    def forward() -> list[Tensor]:
-        return [x * x for _ in range(_KEPT)]
-
-    return _KEPT * 2 * x.nbytes / _seconds(forward, kind)
+def _work(module: nn.Module, x: Tensor) -> Work:
+    """What a forward and a backward pass do, counted as for a plan."""
+    precision: Precision = "bf16-true" if x.dtype == torch.bfloat16 else "32-true"
+    return rehearse(module, {"x": x}, precision=precision, optimizer="none").work
 
 
 def _host(on_device: Tensor) -> dict[str, float]:

@@ -24,7 +24,7 @@ from lightning_autotp.building.repeated_blocks import checkpoint_blocks
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.units import in_units
-from lightning_autotp.planning.estimate import LAUNCH, Memory, StepTime, host_memory, memory, step_time
+from lightning_autotp.planning.estimate import LAUNCH, Memory, StepTime, host_memory, memory, product_time, step_time
 from lightning_autotp.planning.machines import Machine, known_machines
 from lightning_autotp.planning.meter import Meter, Ran, Work
 from lightning_autotp.planning.overview import Overview, look_over
@@ -111,10 +111,30 @@ def test_each_figure_of_a_machine_says_where_it_is_from(name: str, line: str) ->
     assert is_assumed or source.startswith("measured: ") or re.search(r"https://[\w.-]+/\S+", source), source
 
 
+def test_a_product_reaches_what_was_measured_of_those_like_it() -> None:
+    measured = replace(H100, product_rates_bf16=((50.0, 1e14), (150.0, 3e14)))
+    flops = 1e13
+    for intensity, rate in ((10, 1e14), (50, 1e14), (100, 2e14), (150, 3e14), (1e3, 3e14)):
+        assert product_time(measured, flops, flops / intensity, in_bf16=True) == pytest.approx(
+            max(flops / rate, flops / intensity / H100.memory_bandwidth)
+        )
+        assert product_time(measured, flops, flops / intensity, in_bf16=False) == product_time(
+            H100, flops, flops / intensity, in_bf16=False
+        )
+
+
 def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
+    with_rates = replace(H100, product_rates_fp32=((50.0, 1e14), (150.0, 3e14)))
+    for machine in (H100, with_rates):
+        machine.write(file)
+        assert Machine.of(f"3x{file}") == replace(machine, gpus=3)
+    for wrong in ("3.0", "[[1.0, 0.0]]", "[[2.0, 1.0], [1.0, 1.0]]", "[[1.0]]"):
+        H100.write(file)
+        file.write_text(f"{file.read_text()}product_rates_fp32: {wrong}\n")
+        with pytest.raises(ValueError, match="product_rates_fp32 must be pairs of positive numbers"):
+            Machine.read(file)
     H100.write(file)
-    assert Machine.of(f"3x{file}") == replace(H100, gpus=3)
     file.write_text(file.read_text().replace("memory:", "size:"))
     with pytest.raises(ValueError, match=r"other entries than needed.*memory"):
         Machine.of(str(file))
