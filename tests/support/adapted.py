@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 def transposed_config() -> GPT2Config:
     """GPT-2: its linears keep their weights transposed."""
     return GPT2Config(
-        vocab_size=67, n_embd=48, n_head=6, n_layer=2, n_positions=16, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        vocab_size=67, n_embd=48, n_head=6, n_layer=1, n_positions=16, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
 

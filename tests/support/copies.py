@@ -61,8 +61,14 @@ class Biased(OneKeyHead):
 
 
 def trained(strategy: Any, devices: int, kind: type[Task] = OneKeyHead, data: Any = None, **options: Any) -> Any:
-    L.seed_everything(3, verbose=False)
     task = kind("config", options.pop("learning_rate", 1e-3), options.pop("optimizer", "AdamW"))
+    return trained_on(task, strategy, devices, data, **options)
+
+
+def trained_on(task: Task, strategy: Any, devices: int, data: Any = None, **options: Any) -> Any:
+    """Train a task, which may have been trained before."""
+    L.seed_everything(3, verbose=False)
+    task.begin()
     data = DataLoader(blocks(), batch_size=5) if data is None else data  # type: ignore[arg-type]
     return fit(strategy, devices, task, data=data, **{"max_steps": STEPS, **options})
 
@@ -142,7 +148,9 @@ def four_ranks(directory: str, names: list[str]) -> dict[str, Any]:
     ):
         strategy = AutoTPStrategy(2, 2, **options, **FORMATS[kind])
         seen[case] = trained(strategy, 4, callbacks=[SavesAfter(HALF, paths[kind])])
-    seen["biases"] = trained(AutoTPStrategy(2, 2, sequence_parallel=True), 4, Biased, precision="bf16-mixed")
+    seen["biases"] = trained(
+        AutoTPStrategy(2, 2, sequence_parallel=True), 4, Biased, precision="bf16-mixed", max_steps=HALF
+    )
     for case, (options, clipping) in CLIPPING.items():
         if case in names:
             seen[case] = trained(AutoTPStrategy(2, 2, **options), 4, **clipping)

@@ -34,7 +34,7 @@ from lightning_autotp import (
     penalty,
 )
 
-STEPS = 6
+STEPS = 4
 
 HALF = STEPS // 2
 

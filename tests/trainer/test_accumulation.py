@@ -258,7 +258,7 @@ CASES: dict[str, tuple[Run, str]] = {
 }
 
 
-WITHOUT_TOKENS = ("Trainer, read", "Fabric, two models, one into the other")
+WITHOUT_TOKENS = ("Trainer, read",)
 """Of the others only runs with sequence parallelism, which sum the gradients of more parameters, are for every day."""
 REPEATS = {
     "Trainer, compiled", "Trainer, unread", "Trainer, checkpointed", "Trainer, checkpointed, reentrant",

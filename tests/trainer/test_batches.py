@@ -138,6 +138,9 @@ class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.2)
+        self.begin()
+
+    def begin(self) -> None:
         self.losses: list[float] = []
         self.seen: dict[str, list[Any]] = {"train": [], "validation": []}
 
@@ -190,10 +193,11 @@ def loader(dataset: Any, **options: Any) -> DataLoader[Any]:
 
 
 def fit(
-    strategy: Any, devices: int, loaders: Any, validation: Any = None, ckpt_path: Any = None, **options: Any
-) -> Any:
+    task: Net, strategy: Any, devices: int, loaders: Any, validation: Any = None, ckpt_path: Any = None, **options: Any
+) -> Net:
+    """Train a task, which may have been trained before: its layers are divided once."""
     L.seed_everything(3, verbose=False)
-    task = Net()
+    task.begin()
     options = {"max_steps": -1, "max_epochs": 2, "num_sanity_val_steps": 0, **options}
     fitting = trainer(strategy, devices, **options)
     fitting.fit(task, loaders, validation, ckpt_path=ckpt_path)
@@ -204,51 +208,52 @@ def fit(
 def everything(strategy: Any, devices: int, folder: Path) -> dict[str, Any]:
     """Every way to give data to a Trainer; what was seen, and how many rows this rank read."""
     found: dict[str, Any] = {}
+    task = Net()
 
     def note(name: str, task: Net, *datasets: Any) -> None:
         reads = [dataset.reads for dataset in datasets]
         found[name] = {"seen": task.seen, "losses": task.losses, "reads": reads, "state": torch.rand(2).tolist()}
 
     rows = Rows(noise=0.1)
-    note("shuffled, noisy", fit(strategy(), devices, loader(rows, shuffle=True)), rows)
+    note("shuffled, noisy", fit(task, strategy(), devices, loader(rows, shuffle=True)), rows)
     rows, other = Rows(), Rows()
     note(
-        "limits", fit(strategy(), devices, loader(rows, drop_last=True), loader(other), limit_train_batches=0.5,
+        "limits", fit(task, strategy(), devices, loader(rows, drop_last=True), loader(other), limit_train_batches=0.5,
         limit_val_batches=2), rows, other,
     )  # fmt: skip
     stream = Stream()
-    note("stream", fit(strategy(), devices, loader(stream)), stream)
-    note("workers", fit(strategy(), devices, loader(ReadByFirst(), num_workers=1, persistent_workers=True)))
-    note("epochs", fit(strategy(), devices, loader(Rows(), sampler=ByEpoch()), max_epochs=3))
+    note("stream", fit(task, strategy(), devices, loader(stream)), stream)
+    note("workers", fit(task, strategy(), devices, loader(ReadByFirst(), num_workers=1, persistent_workers=True)))
+    note("epochs", fit(task, strategy(), devices, loader(Rows(), sampler=ByEpoch()), max_epochs=3))
     note(
         "batch sampler",
-        fit(strategy(), devices, loader(Rows(), batch_size=1, batch_sampler=Backwards(range(22), 4, True))),
+        fit(task, strategy(), devices, loader(Rows(), batch_size=1, batch_sampler=Backwards(range(22), 4, True))),
     )
-    note("rebuilt", fit(strategy(), devices, loader(Rows(), shuffle=True), reload_dataloaders_every_n_epochs=1))
-    note("plain iterable", fit(strategy(), devices, Blocks()))
+    note("rebuilt", fit(task, strategy(), devices, loader(Rows(), shuffle=True), reload_dataloaders_every_n_epochs=1))
+    note("plain iterable", fit(task, strategy(), devices, Blocks()))
     for mode in ("max_size_cycle", "min_size", "max_size"):
         rows, stream = Rows(), Stream()
         both = CombinedLoader({"a": loader(rows, shuffle=True), "b": loader(stream)}, mode)  # type: ignore[arg-type]
-        note(mode, fit(strategy(), devices, both), rows, stream)
+        note(mode, fit(task, strategy(), devices, both), rows, stream)
     rows, other = Rows(), Rows()
     note(
         "two validations",
-        fit(strategy(), devices, loader(Rows()), [loader(rows), loader(other, batch_size=8)]),
+        fit(task, strategy(), devices, loader(Rows()), [loader(rows), loader(other, batch_size=8)]),
         rows,
         other,
     )
 
-    half = fit(strategy(), devices, Resumable(Rows(), batch_size=4), max_epochs=-1, max_steps=3)
+    half = fit(task, strategy(), devices, Resumable(Rows(), batch_size=4), max_epochs=-1, max_steps=3)
     half.trainer.save_checkpoint(folder / f"half-{devices}.ckpt")
     resumed = fit(
-        strategy(), devices, Resumable(Rows(), batch_size=4), ckpt_path=folder / f"half-{devices}.ckpt", max_epochs=-1,
-        max_steps=8,
+        task, strategy(), devices, Resumable(Rows(), batch_size=4), ckpt_path=folder / f"half-{devices}.ckpt",
+        max_epochs=-1, max_steps=8,
     )  # fmt: skip
     note("resumed", resumed)
 
     rows, writer = Rows(), Indices()
     predicting = trainer(strategy(), devices, callbacks=[writer])
-    predicted = predicting.predict(Net(), loader(rows, shuffle=False), return_predictions=True)
+    predicted = predicting.predict(task, loader(rows, shuffle=False), return_predictions=True)
     found["predicted"] = {"seen": predicted, "indices": writer.batch_indices, "reads": [rows.reads]}
     return found
 
@@ -328,11 +333,12 @@ def two_ranks(folder: str) -> dict[str, Any]:
         return AutoTPStrategy(2, 1, broadcast_batches=True, **options)
 
     found["everything"] = everything(broadcasting, 2, Path(folder))
-    found["damaged"] = error_of(fit, broadcasting(), 2, loader(Rows(broken=9)))
-    found["damaged in a worker"] = error_of(fit, broadcasting(), 2, loader(Rows(broken=9), num_workers=1))
-    found["not iterable"] = error_of(fit, broadcasting(), 2, _Refuses())
+    task = Net()
+    found["damaged"] = error_of(fit, task, broadcasting(), 2, loader(Rows(broken=9)))
+    found["damaged in a worker"] = error_of(fit, task, broadcasting(), 2, loader(Rows(broken=9), num_workers=1))
+    found["not iterable"] = error_of(fit, task, broadcasting(), 2, _Refuses())
     sampler = DistributedSampler(range(22), dist.get_world_size(), dist.get_rank())  # type: ignore[arg-type]
-    found["split among all"] = error_of(fit, AutoTPStrategy(2, 1), 2, loader(Rows(), sampler=sampler))
+    found["split among all"] = error_of(fit, task, AutoTPStrategy(2, 1), 2, loader(Rows(), sampler=sampler))
     return found
 
 
@@ -360,9 +366,11 @@ def _place(fitting: L.Trainer) -> dict[str, int]:
 
 def four_ranks() -> dict[str, Any]:
     found: dict[str, Any] = {}
+    task = Net()
 
     def seen(name: str, loaders: Any, validation: Any = None, broadcast: bool = False, **options: Any) -> None:
-        found[name] = fit(AutoTPStrategy(2, 2, broadcast_batches=broadcast), 4, loaders, validation, **options).seen
+        strategy = AutoTPStrategy(2, 2, broadcast_batches=broadcast)
+        found[name] = fit(task, strategy, 4, loaders, validation, **options).seen
 
     seen("shuffled", loader(Rows(), shuffle=True), loader(Rows()))
     seen("broadcast", loader(Rows(), shuffle=True), broadcast=True)

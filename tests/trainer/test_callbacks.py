@@ -132,8 +132,8 @@ class OnceAnEpoch(WeightAveraging):
 
 
 def flags(devices: int, folder: Path) -> dict[str, Any]:
-    """Steps that were made, by flag."""
-    seen = {}
+    """Steps that were made, by flag, one after the other with one model."""
+    seen, task = {}, Logged()
     for name, options in {
         "fast": {"fast_dev_run": 2},
         "limited": {"limit_train_batches": 3, "limit_val_batches": 1, "max_epochs": 1},
@@ -143,7 +143,7 @@ def flags(devices: int, folder: Path) -> dict[str, Any]:
         "every second": {"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1},
     }.items():
         L.seed_everything(3, verbose=False)
-        task = Logged()
+        task.begin()
         trainer = make_trainer(devices, default_root_dir=folder, **options)
         trainer.fit(task, batches(), batches(2))
         seen[name] = {"losses": task.seen["losses"], "weights": whole(task, devices)}
@@ -167,9 +167,8 @@ def tuned(devices: int, folder: Path) -> dict[str, Any]:
 
 def summaries(devices: int) -> dict[str, str]:
     """What is printed."""
-    seen = {}
-    for name, summary in (("plain", callbacks.ModelSummary(2)), ("rich", callbacks.RichModelSummary(2))):
-        task = Logged()
+    seen, task = {}, Logged()
+    for name, summary in (("rich", callbacks.RichModelSummary(2)), ("plain", callbacks.ModelSummary(2))):
         printed = io.StringIO()
         with redirect_stdout(printed):
             make_trainer(devices, fast_dev_run=1, enable_model_summary=True, callbacks=[summary]).fit(task, batches())

@@ -37,16 +37,35 @@ STEPS = 6
 
 
 class Stepwise(Task):
-    """Takes its rows by the step it is at: a loader need not go on where it was."""
+    """Takes its rows by the step it is at: a loader need not go on where it was.
+
+    It may make several runs, which begin with the same weights.
+    """
+
+    first: dict[str, Tensor]
+
+    def begin(self) -> None:
+        super().begin()
+        if hasattr(self, "first"):
+            self.load_state_dict(self.first)
+            self.zero_grad()
+
+    def on_fit_start(self) -> None:
+        if not hasattr(self, "first"):
+            self.first = {name: value.clone() for name, value in self.state_dict().items()}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rows = BLOCKS[[(5 * self.trainer.global_step + row) % len(BLOCKS) for row in range(4)]]
         return super().training_step({"input_ids": rows, "labels": rows}, batch_idx)
 
 
-def trained(strategy: Any, devices: int, **options: Any) -> dict[str, Any]:
+def trained(strategy: Any, devices: int, task: Stepwise | None = None, **options: Any) -> dict[str, Any]:
+    """Train a new task, or one whose model is divided already."""
     L.seed_everything(3, verbose=False)
-    return fit(strategy, devices, Stepwise("config"), **{"max_steps": STEPS, **options})
+    if task is None:
+        task = Stepwise("config")
+    task.begin()
+    return fit(strategy, devices, task, **{"max_steps": STEPS, **options})
 
 
 def every_step(folder: Path, **options: Any) -> dict[str, Any]:
@@ -84,7 +103,8 @@ class Groups(L.Callback):
 def two_ranks(directory: str) -> dict[str, Any]:
     folder, seen = Path(directory), {}
     rank = int(os.environ["RANK"])
-    seen["uninterrupted"] = trained("autotp", 2)
+    task = Stepwise("config")
+    seen["uninterrupted"] = trained("autotp", 2, task)
     kinds: dict[str, dict[str, Any]] = {
         "directory": {"save_distributed_checkpoint": True},
         "async": {"save_distributed_checkpoint": True, "save_async": True},
@@ -93,7 +113,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
     for name, options in kinds.items():
         groups, saving = Groups(), every_step(folder / name, save_last=True)
         saving["callbacks"].append(groups)
-        trained(AutoTPStrategy(**options), 2, max_steps=3, **saving)
+        trained(AutoTPStrategy(**options), 2, task, max_steps=3, **saving)
         seen[f"groups of {name}"] = groups.counts
         seen[f"left by {name}"] = sorted(path.name for path in (folder / name).iterdir())
         last = str(folder / name / "last.ckpt")
@@ -103,7 +123,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
     averaged = every_step(folder / "averaged", save_last=True)
     averaged["callbacks"].append(EMAWeightAveraging(decay=0.5))
     strategy = AutoTPStrategy(save_distributed_checkpoint=True, save_async=True)
-    trained(strategy, 2, max_steps=3, **averaged)
+    trained(strategy, 2, task, max_steps=3, **averaged)
     again = {"callbacks": [EMAWeightAveraging(decay=0.5)], "ckpt_path": str(folder / "averaged" / "last.ckpt")}
     seen["resumed averaged"] = trained("autotp", 2, **again)
 
@@ -121,14 +141,14 @@ def two_ranks(directory: str) -> dict[str, Any]:
 
     options = every_step(folder / "slow")
     options["callbacks"].insert(0, Meanwhile())
-    trained(strategy, 2, max_steps=2, **options)
+    trained(strategy, 2, task, max_steps=2, **options)
     seen["slow"] = sorted(path.name for path in (folder / "slow").iterdir())
 
     # Errors in the background come out on both ranks.
     if rank == 0:
         (folder / "in the way").write_text("a file")
     options = every_step(folder / "in the way" / "deeper")
-    seen["cannot write"] = error_of(trained, AutoTPStrategy(save_async=True), 2, max_steps=3, **options)
+    seen["cannot write"] = error_of(trained, AutoTPStrategy(save_async=True), 2, task, max_steps=3, **options)
 
     directory_ = folder / "directory" / "last.ckpt"
     if rank == 0:
@@ -144,7 +164,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
         (folder / "garbage.ckpt").write_bytes(b"not a checkpoint" * 100)
     dist.barrier()
     for name in ("cut", "lacking", "unfinished", "flipped", "flipped file", "foreign", "garbage"):
-        seen[name] = error_of(trained, "autotp", 2, ckpt_path=str(folder / f"{name}.ckpt"))
+        seen[name] = error_of(trained, "autotp", 2, task, ckpt_path=str(folder / f"{name}.ckpt"))
     return seen
 
 

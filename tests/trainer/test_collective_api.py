@@ -18,6 +18,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+from selected import nightly, selected
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
@@ -240,18 +241,24 @@ CASES = [
 ]
 
 
-def ranks(devices: int) -> dict[Any, dict[str, Any]]:
-    return {case: run(*case) for case in CASES if case[2] * number(case[3]) == devices}
+REPEATS = [(LOSSES[1], api, *size) for api in APIS for size in SIZES[:2]]
+"""For nightly tests: the second loss on one axis alone."""
+
+
+def ranks(devices: int, cases: list[Any]) -> dict[Any, dict[str, Any]]:
+    return {case: run(*case) for case in cases if case[2] * number(case[3]) == devices}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Any, list[dict[str, Any]]]:
+def found(request: pytest.FixtureRequest) -> dict[Any, list[dict[str, Any]]]:
     """What each rank saw, of each case and size."""
-    starts = [run_trainer_ranks(ranks, devices, devices) for devices in (2, 4)]
+    chosen = selected(request, "case")
+    cases = [case for case in CASES if case[0] == LOSSES[0] or case in chosen]
+    starts = [run_trainer_ranks(ranks, devices, devices, cases) for devices in (2, 4)]
     return {case: [seen[case] for seen in start] for start in starts for case in start[0]}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", nightly(CASES, REPEATS))
 def test_a_loss_over_gathered_embeddings_is_that_of_one_process(
     case: tuple[str, str, int, Copies], found: dict[Any, list[dict[str, Any]]]
 ) -> None:

@@ -373,6 +373,23 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Again(Net):
+    """Makes one run after the other: its layers are divided for the first one, and have the first numbers in each."""
+
+    first: dict[str, Tensor]
+
+    def anew(self, noise: str = "") -> Again:
+        self.noise, self.losses, self.validated = noise, [], 0
+        if hasattr(self, "net"):
+            self.net.load_state_dict(self.first)
+            self.zero_grad()
+        return self
+
+    def on_fit_start(self) -> None:
+        if not hasattr(self, "first"):
+            self.first = {name: value.clone() for name, value in self.net.state_dict().items()}
+
+
 class Reads(Net):
     """Reads its batches itself."""
 
@@ -466,60 +483,61 @@ def fit(
 def alike(folder: str) -> dict[str, Any]:
     """Runs of all kinds in which nothing differs."""
     found: dict[str, Any] = {}
+    net = Again()
     scaled = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]
-    found["dropout"] = fit(Net(), loader(shuffle=True))
+    found["dropout"] = fit(net.anew(), loader(shuffle=True))
     found["validation"] = fit(
-        Net(), loader(size=1), [loader(), loader(Stream(Rows()))], accumulate_grad_batches=3, val_check_interval=0.25,
-        num_sanity_val_steps=2,
+        net.anew(), loader(size=1), [loader(), loader(Stream(Rows()))], accumulate_grad_batches=3,
+        val_check_interval=0.25, num_sanity_val_steps=2,
     )  # fmt: skip
     found["scaler"] = fit(Net(), loader(), plugins=scaled, gradient_clip_val=1.0)
-    found["stream"] = fit(Net(), loader(Stream(Rows())))
+    found["stream"] = fit(net.anew(), loader(Stream(Rows())))
     both = CombinedLoader({"a": loader(shuffle=True), "b": loader(Stream(Rows()))}, "max_size_cycle")  # type: ignore
-    found["combined"] = fit(Net(), both)
+    found["combined"] = fit(net.anew(), both)
     found["manual"] = fit(Manual(), loader())
     found["reads"] = fit(Reads(), loader(Stream(Rows())))
-    found["broadcast"] = fit(Net(), loader(shuffle=True), loader(), AutoTPStrategy(broadcast_batches=True))
+    found["broadcast"] = fit(net.anew(), loader(shuffle=True), loader(), AutoTPStrategy(broadcast_batches=True))
     L.seed_everything(3, verbose=False)
     half = trainer(AutoTPStrategy(), dist.get_world_size(), max_steps=5)
-    half.fit(Net(), loader())
+    half.fit(net.anew(), loader())
     half.save_checkpoint(f"{folder}/half.ckpt")
-    found["resumed"] = fit(Net(), loader(), ckpt_path=f"{folder}/half.ckpt")
+    found["resumed"] = fit(net.anew(), loader(), ckpt_path=f"{folder}/half.ckpt")
     predicting = trainer(AutoTPStrategy(), dist.get_world_size())
-    found["predicted"] = error_of(predicting.predict, Net(), loader()), 0, 0, 0
+    found["predicted"] = error_of(predicting.predict, net.anew(), loader()), 0, 0, 0
     return found
 
 
 def unlike(folder: str) -> dict[str, Any]:
     """Runs in which something differs, sooner or later, on the last rank."""
-    last = dist.get_world_size() - 1
+    last, net = dist.get_world_size() - 1, Again()
     found = alike(folder)
 
     def rows(what: str, batch: int, end: int = 10**6) -> Rows:
         return Rows(what, 2 * batch, 2 * end, last)
 
-    found["local draws"] = fit(Net("local"), loader(), strategy=AutoTPStrategy(checked_steps=0))
+    found["local draws"] = fit(net.anew("local"), loader(), strategy=AutoTPStrategy(checked_steps=0))
     found["drift"] = fit(Drifting(), loader())
     found["drift of a state"] = fit(DriftingState(), loader())
     found["own loss"] = fit(OwnLoss(), loader())
     found["own loss, accumulated"] = fit(OwnLoss(), loader(), accumulate_grad_batches=4)
-    found["draws on one rank"] = fit(Net("one rank"), loader())
-    found["batch 7"] = fit(Net(), loader(rows("row", 7, 8)))
-    found["batch 7, before"] = fit(Net(), loader(rows("row", 7)), strategy=AutoTPStrategy(checked_batches=100))
-    found["batch 0"] = fit(Net(), loader(rows("row", 0)))
-    found["the last batch"] = fit(Net(), loader(rows("row", STEPS - 1)))
-    found["a name"] = fit(Net(), loader(rows("name", 5)))
-    found["reading draws"] = fit(Net(), loader(rows("draws", 6, 7)))
-    found["a stream"] = fit(Net(), loader(Stream(rows("row", 7))))
+    found["draws on one rank"] = fit(net.anew("one rank"), loader())
+    found["batch 7"] = fit(net.anew(), loader(rows("row", 7, 8)))
+    found["batch 7, before"] = fit(net.anew(), loader(rows("row", 7)), strategy=AutoTPStrategy(checked_batches=100))
+    found["batch 0"] = fit(net.anew(), loader(rows("row", 0)))
+    found["the last batch"] = fit(net.anew(), loader(rows("row", STEPS - 1)))
+    found["a name"] = fit(net.anew(), loader(rows("name", 5)))
+    found["reading draws"] = fit(net.anew(), loader(rows("draws", 6, 7)))
+    found["a stream"] = fit(net.anew(), loader(Stream(rows("row", 7))))
     found["read by the step"] = fit(Reads(), loader(rows("row", 7)))
-    found["accumulated"] = fit(Net(), loader(rows("row", 7)), accumulate_grad_batches=4)
-    found["validation 3"] = fit(Net(), loader(), [loader(), loader(rows("row", 3))], val_check_interval=4)
-    found["resumed, batch 7"] = fit(Net(), loader(rows("row", 2)), ckpt_path=f"{folder}/half.ckpt")
+    found["accumulated"] = fit(net.anew(), loader(rows("row", 7)), accumulate_grad_batches=4)
+    found["validation 3"] = fit(net.anew(), loader(), [loader(), loader(rows("row", 3))], val_check_interval=4)
+    found["resumed, batch 7"] = fit(net.anew(), loader(rows("row", 2)), ckpt_path=f"{folder}/half.ckpt")
     predicting = trainer(AutoTPStrategy(), dist.get_world_size())
-    found["prediction 4"] = error_of(predicting.predict, Net(), loader(rows("row", 4))), 0, 0, 0
+    found["prediction 4"] = error_of(predicting.predict, net.anew(), loader(rows("row", 4))), 0, 0, 0
 
     with Counting() as counting:
         between = BetweenBatches(counting)
-        found["counted"] = fit(Net(), loader(), callbacks=[between])
+        found["counted"] = fit(net.anew(), loader(), callbacks=[between])
     found["collectives"] = between.counts[3:]
     return found
 

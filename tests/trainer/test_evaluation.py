@@ -123,10 +123,9 @@ def whole_run(strategy: Any, devices: int, source: str, directory: Path) -> dict
     seen["predicted"] = running.predict(task, loader(), ckpt_path="best")
 
     fresh = make_trainer(strategy, devices, callbacks=[Files(directory)])
-    seen["tested anew"] = fresh.test(Evaluated(source), loader(), ckpt_path=directory / "last.ckpt", verbose=False)
-    seen["not returned"] = fresh.predict(
-        Evaluated(source), loader(), ckpt_path=directory / "last.ckpt", return_predictions=False
-    )
+    task = Evaluated(source)
+    seen["tested anew"] = fresh.test(task, loader(), ckpt_path=directory / "last.ckpt", verbose=False)
+    seen["not returned"] = fresh.predict(task, loader(), ckpt_path=directory / "last.ckpt", return_predictions=False)
     seen["only predicted"] = make_trainer(strategy, devices).predict(
         OnlyPredicts(source),
         DataLoader(BLOCKS, batch_size=4),  # type: ignore[arg-type]

@@ -63,11 +63,11 @@ class Two(Task):
 def train_and_save(root: str) -> str:
     """Checkpoints of both kinds from two copies on two ranks, and what the strategy exports at that moment."""
     folder = Path(root)
+    trained = Task(str(folder / "source"))
     for kind in ("file", "directory"):
         strategy = AutoTPStrategy(2, 2, save_distributed_checkpoint=kind == "directory")
         fitting = trainer(strategy, 4, max_steps=2)
-        task = Task(str(folder / "source"))
-        fitting.fit(task, loader())
+        fitting.fit(trained, loader())
         fitting.save_checkpoint(folder / f"{kind}.ckpt")
         fitting.strategy.save_pretrained(folder / f"{kind} exported", max_shard_size="20KB")
     fitting = trainer(AutoTPStrategy(2, 2), 4, max_steps=1)

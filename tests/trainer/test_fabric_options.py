@@ -32,9 +32,9 @@ from lightning_autotp.ranks.consistency import ReplicaConsistency
 
 # --- torch.compile ---
 
-WAYS = ("not", "wrapped")
-REPEATS = ("wrapper kept", "in place", "blocks before", "blocks after", "wrapped with tokens")
-"""For nightly tests: ``test_compile.py`` has the like of them under the Trainer."""
+WAYS = ("wrapped",)
+REPEATS = ("not", "wrapper kept", "in place", "blocks before", "blocks after", "wrapped with tokens")
+"""For nightly tests: ``test_compile.py`` has the like of them under the Trainer, ``test_fabric.py`` the first one."""
 LOADED_IN_PLACE = ("wrapped", "blocks before", "blocks after")
 """What is loaded into the same model: another one would be compiled anew."""
 

@@ -530,9 +530,9 @@ def models(rank: int, size: int, families: list[str], copies: int) -> dict[str, 
 @pytest.mark.parametrize(
     ("copies", "families"),
     [
-        (1, ["gemma2", "granite", "cohere"]),
+        (1, ["gemma2", "granite"]),
         (2, ["cohere"]),
-        pytest.param(1, ["llama", "gpt_neox"], marks=pytest.mark.nightly),
+        pytest.param(1, ["cohere", "llama", "gpt_neox"], marks=pytest.mark.nightly),
         pytest.param(2, ["gemma2", "granite", "llama", "gpt_neox"], marks=pytest.mark.nightly),
     ],
 )

@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
-from training import assert_parity, blocks, error_of, tiny_config, trainer
+from training import SavesAfter, assert_parity, blocks, error_of, tiny_config, trainer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_autotp import AutoTPStrategy, full_state_dict, make_plan, meta_model
@@ -40,18 +40,14 @@ TWO_RANKS = list(CASES)
 THREE_RANKS = ["lora", "transposed"]
 
 
-def tune(
-    case: str, folder: Path, devices: int, save: Path | None = None, ckpt_path: Path | None = None, **options: Any
-) -> dict[str, Any]:
+def tune(case: str, folder: Path, devices: int, ckpt_path: Path | None = None, **options: Any) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     task = Tuning(case, str(folder))
     fitting = trainer("autotp" if devices > 1 else "auto", devices, **{"max_steps": STEPS, **options})
     seen = fitted(task, fitting, ckpt_path)
-    if save is not None:
-        fitting.save_checkpoint(save)
     seen["states"] = len(fitting.optimizers[0].state)
     seen["trainable"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
-    if devices > 1 and save is None and ckpt_path is None:
+    if devices > 1 and ckpt_path is None:
         fitting.strategy.save_pretrained(folder / f"{case} of {devices}")
         seen["merging"] = error_of(task.model.merge_adapter)
     return seen
@@ -100,11 +96,11 @@ def learn_prefix(folder: Path, devices: int, **options: Any) -> dict[str, Any]:
 
 def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
     directory = Path(folder)
-    seen = {case: tune(case, directory, devices) for case in cases}
+    half = directory / "half.ckpt"
+    saving = {"lora": [SavesAfter(STEPS // 2, half)]} if devices == 2 else {}
+    seen = {case: tune(case, directory, devices, callbacks=saving.get(case)) for case in cases}
     seen["preferences"] = {reference: prefer(reference, directory, devices) for reference in PREFERENCES[devices]}
     if devices == 2:
-        half = directory / "half.ckpt"
-        tune("lora", directory, 2, save=half, max_steps=STEPS // 2)
         seen["prefix"] = learn_prefix(directory, 2, keep_whole=["*.self_attn.*"])
         seen["prefix in parts"] = error_of(learn_prefix, directory, 2)
         seen["no adapter"] = error_of(save_adapter, nn.Linear(2, 2), directory / "none")

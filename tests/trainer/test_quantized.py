@@ -24,7 +24,7 @@ from selected import nightly
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
-from training import assert_parity, blocks, error_of, trainer
+from training import SavesAfter, assert_parity, blocks, error_of, trainer
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
 from lightning_autotp import (
@@ -143,10 +143,10 @@ def tune(case: str, folder: Path, devices: int, **options: Any) -> dict[str, Any
 
 def ranks(cases: list[str], devices: int, folder: str) -> dict[str, Any]:
     directory = Path(folder)
-    seen = {case: tune(case, directory, devices) for case in cases}
     half = directory / "half.ckpt"
+    saving = {"double nf4": [SavesAfter(STEPS // 2, half)]} if devices == 2 else {}
+    seen = {case: tune(case, directory, devices, callbacks=saving.get(case)) for case in cases}
     if devices == 2 and cases == CASES:
-        tune("double nf4", directory, 2, save=half, max_steps=STEPS // 2)
         seen["other base"] = error_of(tune, "groups", directory, 2, ckpt_path=half)
         seen["quantized before"] = error_of(trainer("autotp", 2).fit, QuantizedBefore("", folder), [])
         seen["exported"] = error_of(export_base, directory)

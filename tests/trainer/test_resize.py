@@ -309,11 +309,10 @@ def other_times(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     one: Any = torch.optim.AdamW([elsewhere.lm_head.weight]) if rank == 0 else None
     seen["optimized on one rank"] = error_of(elsewhere.resize_token_embeddings, 140)
     del one
-    for name in ("written before use", "written"):
-        model = parallelize(model_of("llama"), dist.group.WORLD)
+    for name, model in (("written before use", original), ("written", again)):  # until now nobody has called them
         if name == "written":
             loss_of(model)
-        model.resize_token_embeddings(140)
+        model.resize_token_embeddings(150)
         with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.lm_head.weight[-2:] = 0

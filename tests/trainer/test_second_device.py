@@ -234,7 +234,7 @@ def reported(options: dict[str, Any]) -> tuple[list[str], StepReport]:
             accelerator=SecondDevice(), devices=2, strategy=AutoTPStrategy(**options), max_steps=5, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(Task(SIZES), rows(5 * 16 * trainer.strategy.data_ranks, 16))
+        trainer.fit(Task({**SIZES, "num_hidden_layers": 2}), rows(5 * 16 * trainer.strategy.data_ranks, 16))
         found = trainer.strategy.report()
     return [line for line in said.getvalue().splitlines() if " predicted, " in line or "than predicted" in line], found
 
@@ -256,8 +256,11 @@ RUNS: dict[str, Callable[[], Waits]] = {
     "16-mixed": lambda: in_the_trainer(plugins=[scaled()]),
     "bf16-mixed": lambda: in_the_trainer(plugins=[MixedPrecision("bf16-mixed", NAME)]),
     "broadcast": partial(in_the_trainer, options={"broadcast_batches": True}),
-    "broadcast, accumulation, clipping": partial(
-        in_the_trainer, accumulated=2, options={"broadcast_batches": True}, gradient_clip_val=1.0
+    "broadcast, sequence parallel, accumulation, clipping": partial(
+        in_the_trainer,
+        accumulated=2,
+        options={"broadcast_batches": True, "sequence_parallel": True},
+        gradient_clip_val=1.0,
     ),
     "copies": partial(in_the_trainer, {"layers": 2}, options=COPIES),  # FSDP2 gathers one ahead of another
     "copies, bf16-mixed": lambda: in_the_trainer(
@@ -268,7 +271,16 @@ RUNS: dict[str, Callable[[], Waits]] = {
 }
 """How a step is made, in processes as Lightning begins them."""
 
-PARTS_OF_OTHERS = {"plain", "clipping", "accumulation", "16-mixed", "bf16-mixed", "broadcast", "copies"}
+PARTS_OF_OTHERS = {
+    "plain",
+    "sequence parallel",
+    "clipping",
+    "accumulation",
+    "16-mixed",
+    "bf16-mixed",
+    "broadcast",
+    "copies",
+}
 """What other runs do, too, together with more: for nightly tests."""
 
 

@@ -135,6 +135,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "compiled": compiled,
     "adapted and back": adapted_and_back,
 }
+COPYING = ("deep copy", "deep copy of a copy", "copied, then cloned", "pickled", "compiled")
+"""Those that leave the model itself as it is, so that one is enough for them."""
 REPEATS = ("deep copy of a copy", "shallow copy", "copied, then cloned", "overwritten", "wrapped, then copied")
 """For nightly tests: two of the others one after the other, another way to convert, or less than a deep copy."""
 
@@ -233,16 +235,16 @@ LATE: dict[str, Callable[[Any], Any]] = {
 
 def on_every_rank(rank: int, world_size: int, directory: str, ways: list[str]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
+    with redirect_stderr(io.StringIO()) as said:
+        original = parallelize(model_of_the_original(), dist.group.WORLD)
+    seen["said"] = said.getvalue()
+    seen["sums"] = sorted(original.autotp.gradient_sums)
     for name in ways:
-        with redirect_stderr(io.StringIO()) as said:
-            model = parallelize(model_of_the_original(), dist.group.WORLD)
-        seen["said"] = said.getvalue()
-        seen["sums"] = sorted(model.autotp.gradient_sums)
+        model = original if name in COPYING else parallelize(model_of_the_original(), dist.group.WORLD)
         model = WAYS[name](model)
         holder = nn.ModuleDict({"model": model})
         seen[name] = seen_of(holder, model, parallel=True)
     seen["used from above"] = used_from_above(TPGroup.of(dist.group.WORLD))
-    original = parallelize(model_of_the_original(), dist.group.WORLD)
     seen["late"] = {name: late(original, change) for name, change in LATE.items()}
     seen["twice"] = error_of(parallelize, original, dist.group.WORLD)
     partner = model_of_the_original()

@@ -39,9 +39,10 @@ COPIES, PER_COPY = 2, 4
 ADAPTERS = ["lora", "saved modules"]
 NEW = 5
 STEPS = 3
-# Each goes on from the checkpoint of the one before it. The last one averages lists of tensors at once, as every
-# average without a function of its own does on an accelerator.
-RUNS = ("begun", "resumed from a file", "resumed from a directory")
+# Each goes on from the checkpoint of the one before it, which it is named by: those before a run that is selected are
+# made, too. The second one averages lists of tensors at once, as every average without a function of its own does on
+# an accelerator.
+RUNS = ("begun", "resumed from a directory", "resumed from a file")
 FUSED: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": False}
 
 
@@ -50,11 +51,11 @@ def this_copy() -> int | None:
     return int(os.environ["RANK"]) // 2 if "RANK" in os.environ else None
 
 
-def loader(data: list[Any]) -> DataLoader[Any]:
+def loader(data: list[Any], per_copy: int = PER_COPY) -> DataLoader[Any]:
     """All data, or this copy's half of every batch."""
     copy = this_copy()
-    mine = [row for number, row in enumerate(data) if copy is None or number // PER_COPY % COPIES == copy]
-    return DataLoader(mine, batch_size=PER_COPY * (COPIES if copy is None else 1))  # type: ignore[arg-type]
+    mine = [row for number, row in enumerate(data) if copy is None or number // per_copy % COPIES == copy]
+    return DataLoader(mine, batch_size=per_copy * (COPIES if copy is None else 1))  # type: ignore[arg-type]
 
 
 def uneven() -> list[dict[str, Tensor]]:
@@ -94,15 +95,15 @@ class Watched(OneKeyHead):
 
 
 def averaged(strategies: list[Any], ema: Any, fused: Any, folder: Path) -> dict[str, Any]:
-    """An epoch in each run, with averages and a checkpoint at its end."""
+    """An epoch in each of the first runs, with averages and a checkpoint at its end."""
     seen: dict[str, Any] = {}
     path = None
-    for number, run in enumerate(RUNS):
+    for number, (run, strategy) in enumerate(zip(RUNS, strategies, strict=False)):
         L.seed_everything(3, verbose=False)
         task = Watched()
-        averaging = ema(decay=0.5) if number < 2 else fused(**FUSED)
+        averaging = fused(**FUSED) if number == 1 else ema(decay=0.5)
         fitting = trainer(
-            strategies[number], 1 if this_copy() is None else 4, max_steps=-1, max_epochs=number + 1,
+            strategy, 1 if this_copy() is None else 4, max_steps=-1, max_epochs=number + 1,
             callbacks=[averaging, callbacks.ModelCheckpoint(folder, filename=run)], enable_checkpointing=True,
             use_distributed_sampler=False, num_sanity_val_steps=1,
         )  # fmt: skip
@@ -133,11 +134,12 @@ def tuned(case: str, folder: Path, strategy: Any) -> dict[str, Any]:
     return {**task.seen, "weights": whole(task)}
 
 
-class Unequal(Writer):
-    """An encoder-decoder whose copies write texts of different lengths, and for different numbers of batches."""
+WRITERS = {"llama": 9, "encoder-decoder": 1}
+"""Models, and with how many tokens their texts begin."""
 
-    def __init__(self) -> None:
-        super().__init__("encoder-decoder")
+
+class Unequal(Writer):
+    """Whose copies write texts of different lengths, and for different numbers of batches."""
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         length = NEW - 3 * (this_copy() or 0)
@@ -146,23 +148,23 @@ class Unequal(Writer):
         self.seen.setdefault("texts", []).append(text.clone())
 
 
-def unequal(strategies: list[Any]) -> dict[str, Any]:
+def unequal(name: str, strategies: list[Any]) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
-    task, devices = Unequal(), 1 if this_copy() is None else 4
+    task, devices = Unequal(name), 1 if this_copy() is None else 4
     data: list[Any] = [*rows(131), *rows(131), rows(131)[0]]
     validating = trainer(strategies[0], devices, use_distributed_sampler=False)
-    validating.validate(task, loader(data[:2] * PER_COPY), verbose=False)
+    # A row for each, as in prediction, so that the same calls are proved.
+    validating.validate(task, loader(data[:COPIES], per_copy=1), verbose=False)
     predicted = trainer(strategies[1], devices).predict(task, DataLoader(data, batch_size=1))  # type: ignore[arg-type]
     return {"texts": task.seen["texts"], "predicted": predicted}
 
 
-def four_ranks(directory: str, adapters: list[str]) -> dict[str, Any]:
+def four_ranks(directory: str, runs: int, adapters: list[str], writers: list[str]) -> dict[str, Any]:
     folder = Path(directory)
-    strategies = [
-        AutoTPStrategy(2, 2, **FORMATS[kind], cpu_offload=kind == "directory") for kind in ("file", "directory", "file")
-    ]
+    kinds = ("directory", "file", "directory")[:runs]
+    strategies = [AutoTPStrategy(2, 2, **FORMATS[kind], cpu_offload=kind == "directory") for kind in kinds]
     seen = averaged(strategies, EMAWeightAveraging, WeightAveraging, folder)
-    seen["unequal"] = unequal([AutoTPStrategy(2, 2) for _ in range(2)])
+    seen["unequal"] = {name: unequal(name, [AutoTPStrategy(2, 2) for _ in range(2)]) for name in writers}
     return seen | {case: tuned(case, folder, AutoTPStrategy(2, 2)) for case in adapters}
 
 
@@ -176,18 +178,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
-    return run_trainer_ranks(four_ranks, 4, str(folder), selected(request, "case"))
+def runs(request: pytest.FixtureRequest) -> int:
+    """How many of them are made."""
+    return max((RUNS.index(run) + 1 for run in selected(request, "run")), default=2)
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def four(request: pytest.FixtureRequest, folder: Path, runs: int) -> list[dict[str, Any]]:
+    cases, writers = selected(request, "case"), selected(request, "writer")
+    return run_trainer_ranks(four_ranks, 4, str(folder), runs, cases, writers)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory, runs: int) -> dict[str, Any]:
     """One process with Lightning's own callbacks."""
     folder = tmp_path_factory.mktemp("alone")
-    return averaged(["auto"] * 3, callbacks.EMAWeightAveraging, callbacks.WeightAveraging, folder)
+    return averaged(["auto"] * runs, callbacks.EMAWeightAveraging, callbacks.WeightAveraging, folder)
 
 
-@pytest.mark.parametrize("run", RUNS)
+each_run = pytest.mark.parametrize("run", nightly(RUNS, [RUNS[2]]))
+
+
+@each_run
 def test_averages_are_those_of_one_process(four: list[dict[str, Any]], wanted: dict[str, Any], run: str) -> None:
     assert len(wanted[run]["losses"]) == STEPS
     assert_copies([seen[run] for seen in four], wanted[run])
@@ -196,15 +208,15 @@ def test_averages_are_those_of_one_process(four: list[dict[str, Any]], wanted: d
 def test_saved_averages_are_those_of_one_process(
     four: list[dict[str, Any]], wanted: dict[str, Any], folder: Path
 ) -> None:
-    saved = torch.load(folder / f"{RUNS[0]}.ckpt", weights_only=False)
-    assert_parity({"losses": [], "weights": saved["state_dict"]}, {"losses": [], "weights": wanted[RUNS[0]]["weights"]})
-    assert saved["averaging_state"]["n_averaged"] == STEPS
+    saved = torch.load(folder / f"{RUNS[1]}.ckpt", weights_only=False)
+    assert_parity({"losses": [], "weights": saved["state_dict"]}, {"losses": [], "weights": wanted[RUNS[1]]["weights"]})
+    assert saved["averaging_state"]["n_averaged"] == 2 * STEPS
     name = "model.lm_head.weight"
     assert (saved["state_dict"][name] - saved["current_model_state"][name]).abs().max() > 1e-3
-    assert (folder / f"{RUNS[1]}.ckpt").is_dir()
+    assert (folder / f"{RUNS[0]}.ckpt").is_dir()
 
 
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_logged_norms_and_metrics_are_those_of_one_process(
     four: list[dict[str, Any]], wanted: dict[str, Any], run: str
 ) -> None:
@@ -216,7 +228,7 @@ def test_logged_norms_and_metrics_are_those_of_one_process(
         assert seen[run]["logged"] == pytest.approx(logged, rel=1e-4)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_every_copy_writes_what_one_process_writes(
     four: list[dict[str, Any]], wanted: dict[str, Any], run: str
 ) -> None:
@@ -227,10 +239,10 @@ def test_every_copy_writes_what_one_process_writes(
             assert torch.equal(found, batch.chunk(COPIES)[number // 2])
 
 
-def test_the_exported_directory_has_the_averages(four: list[dict[str, Any]], folder: Path) -> None:
+def test_the_exported_directory_has_the_averages(four: list[dict[str, Any]], folder: Path, runs: int) -> None:
     found = AutoModelForCausalLM.from_pretrained(folder / "exported").state_dict()
     trained = {f"model.{name}": weight for name, weight in found.items()}
-    weights = four[0][RUNS[-1]]["weights"]
+    weights = four[0][RUNS[runs - 1]]["weights"]
     assert trained.keys() == weights.keys() - {"temperature", "shift"}
     assert all(torch.equal(weight, weights[name]) for name, weight in trained.items())
 
@@ -252,14 +264,15 @@ def test_adapters_are_trained_and_saved_as_in_one_process(four: list[dict[str, A
         assert torch.equal(loaded[name], four[0][case]["weights"][f"model.{name}"])
 
 
-def test_copies_do_unequal_work(four: list[dict[str, Any]]) -> None:
-    wanted = unequal(["auto"] * 2)
+@pytest.mark.parametrize("writer", nightly(WRITERS, ["encoder-decoder"]))
+def test_copies_do_unequal_work(four: list[dict[str, Any]], writer: str) -> None:
+    wanted = unequal(writer, ["auto"] * 2)
     for number, seen in enumerate(four):
         copy = number // 2
-        for found, batch in zip(seen["unequal"]["texts"], wanted["texts"], strict=True):
-            assert found.shape == (PER_COPY, 1 + NEW - 3 * copy)
+        for found, batch in zip(seen["unequal"][writer]["texts"], wanted["texts"], strict=True):
+            assert found.shape == (1, WRITERS[writer] + NEW - 3 * copy)
             assert torch.equal(found, batch.chunk(COPIES)[copy][:, : found.shape[1]])
-        predicted = seen["unequal"]["predicted"]
+        predicted = seen["unequal"][writer]["predicted"]
         assert len(predicted) == (3, 2)[copy]
         for found, text in zip(predicted, wanted["predicted"][copy::COPIES], strict=True):
             assert torch.equal(found, text)

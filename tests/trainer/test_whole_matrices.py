@@ -26,7 +26,7 @@ from lightning_autotp.whole_matrices.transfers import Sharding, balanced
 STEPS = 4
 HALF = 2
 SIZES: dict[str, Any] = {
-    "vocab_size": 67, "intermediate_size": 49, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 67, "intermediate_size": 49, "num_hidden_layers": 1, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
 

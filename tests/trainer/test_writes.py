@@ -230,7 +230,8 @@ def wrong_ones(rank: int, size: int, family: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [("llama", 2), pytest.param("gpt2", 2, marks=pytest.mark.nightly), ("phi", 3)]
+    ("family", "size"),
+    [*(pytest.param(family, 2, marks=pytest.mark.nightly) for family in ("llama", "gpt2")), ("phi", 3)],
 )
 def test_writes_that_are_known_give_one_processs_results(family: str, size: int) -> None:
     ranks = run_ranks(right_ones, size, family)
