@@ -157,17 +157,14 @@ print("IMPORTED", *sorted(set(sys.modules) & {HEAVY}))
 
 def imported(program: str, environment: dict[str, str]) -> list[str]:
     """Which heavy libraries a program has imported at its end. Nothing warns meanwhile."""
-    printed = output(["-c", f"import sys\n{program}\n{IMPORTED}"], environment)
+    return imported_in(output(["-c", f"import sys\n{program}\n{IMPORTED}"], environment))
+
+
+def imported_in(printed: str) -> list[str]:
+    """As a program says that ends with ``IMPORTED``."""
     said, found = printed.split("IMPORTED")
     assert not re.search("torchao|Warning", said), said
     return found.split()
-
-
-def test_what_is_imported_is_what_is_used(environment: dict[str, str]) -> None:
-    assert imported("import lightning_autotp", environment) == []
-    found = imported("from lightning_autotp import parallelize", environment)
-    assert "torch" in found
-    assert not {"lightning", "torchmetrics"} & set(found)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["plan", "model", "--tp", "two"]], ids=" ".join)
@@ -183,10 +180,7 @@ except SystemExit:
     assert imported(program, environment) == []
 
 
-@pytest.mark.parametrize("first", ["lightning_autotp", pytest.param("lightning", marks=pytest.mark.nightly)])
-def test_the_name_is_registered_whatever_is_imported_first(environment: dict[str, str], first: str) -> None:
-    program = f"""
-import {first}
+REGISTERED = """
 import lightning, lightning_autotp, sys
 import lightning.pytorch.strategies as strategies
 for kind in lightning.Trainer, lightning.Fabric:
@@ -194,10 +188,37 @@ for kind in lightning.Trainer, lightning.Fabric:
     print("MADE", type(made.strategy).__name__)
 print("LOADER", type(strategies.__loader__).__name__, any("WhenImported" in repr(one) for one in sys.meta_path))
 """
-    printed = output(["-c", program], environment)
+
+
+def check_registered(printed: str) -> None:
     assert re.findall(r"^MADE (\w+)$", printed, re.MULTILINE) == ["AutoTPStrategy", "AutoTPFabricStrategy"]
     assert "LOADER SourceFileLoader False" in printed
     assert "torchao" not in printed
+
+
+def test_what_is_imported_is_what_is_used_and_the_name_is_registered(environment: dict[str, str]) -> None:
+    program = f"""
+import sys
+import lightning_autotp
+{IMPORTED}
+print("THEN")
+from lightning_autotp import parallelize
+{IMPORTED}
+print("THEN")
+{REGISTERED}
+"""
+    alone, used, registered = output(["-c", program], environment).split("THEN")
+    assert imported_in(alone) == []
+    found = imported_in(used)
+    assert "torch" in found
+    assert not {"lightning", "torchmetrics"} & set(found)
+    check_registered(registered)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", ["lightning_autotp", "lightning"])
+def test_the_name_is_registered_whatever_is_imported_first(environment: dict[str, str], first: str) -> None:
+    check_registered(output(["-c", f"import {first}\n{REGISTERED}"], environment))
 
 
 def test_type_checkers_see_the_names_that_there_are() -> None:

@@ -14,12 +14,13 @@ from selected import nightly
 from zoo import configs, inputs, modalities, through_the_host
 from zoo.__main__ import spelled_out, zoo
 from zoo.models import GROUPS, architectures, build, stir, tiny_config
-from zoo.parity import _gradient_error, plan_one
+from zoo.parity import PROFILE, _gradient_error, plan_one
 from zoo.report import from_json, summary, to_json, to_markdown, totals
 from zoo.run import Ranks, run
 from zoo.verdict import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Left, Verdict
 
 import lightning_autotp
+from lightning_autotp import make_plan
 from lightning_autotp.layouts.ownership import Ownership
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parameters.meta import ParameterMeta
@@ -29,8 +30,8 @@ from lightning_autotp.parameters.meta import ParameterMeta
 # cross-attention, a head for each codebook, pictures, batch normalization, sounds, videos, series.
 # Each row is one test, run by ranks of its own.
 ON_TWO_RANKS = (
-    ("causal:gpt2", "causal:gpt_oss", "causal:bamba", "ctc:wav2vec2"),
-    ("causal:llama", "causal:mixtral", "causal:qwen3_next", "causal:musicgen"),
+    ("causal:gpt_oss", "causal:bamba", "ctc:wav2vec2"),
+    ("causal:gpt2", "causal:llama", "causal:mixtral", "causal:qwen3_next", "causal:musicgen"),
     ("causal:deepseek_v3", "causal:falcon", "causal:bloom", "causal:gemma2", "causal:fuyu"),
     ("causal:gemma3", "masked:bert", "seq2seq:t5", "image:vit", "image:resnet"),
     ("token:deberta-v2", "question:t5", "text:roberta", "audio:whisper", "speech:moonshine"),
@@ -40,7 +41,7 @@ ON_TWO_RANKS = (
 ON_FOUR_RANKS = ("causal:falcon", "causal:llama")
 
 # The causal models are planned in so many tests, each every so many-th model.
-PARTS = 31
+PARTS = 62
 # The causal models with less than nine tenths of their parameters sharded, and the share that they have at least.
 LESS_SHARDED = {"blt": 0.8, "prophetnet": 0.86, "mllama": 0.65}
 
@@ -246,7 +247,7 @@ def test_every_causal_model_is_planned(part: int) -> None:
     torch.set_num_threads(1)
     plans = [plan_one(name, "causal", 2) for name in architectures("causal")[part::PARTS]]
     tried = [verdict for verdict in plans if verdict.outcome != "left out"]
-    assert len(tried) >= 186 // PARTS - 4
+    assert tried
     assert {verdict.name: verdict.reason for verdict in tried if verdict.outcome != "planned"} == {}
     shares = {verdict.name: verdict.sharded for verdict in tried}
     assert {name: share for name, share in shares.items() if share < LESS_SHARDED.get(name, 0.9)} == {}
@@ -262,9 +263,10 @@ ALIKE = ("codegen", "falcon_h1", "mamba", "jamba", "gpt_oss", "zamba2", "got_ocr
 
 
 def test_a_module_that_runs_twice_with_other_layouts_keeps_all_tokens() -> None:
-    verdict = plan_one("zaya", "causal", 2, sequence_parallel=True)
-    assert verdict.outcome == "planned", verdict.reason
-    assert verdict.sharded > 0.96
+    model = build("zaya", num_hidden_layers=1)
+    batch = inputs.training_batch("zaya", "causal", model.config)
+    plan, _ = make_plan(model, 2, example_inputs=batch, profile=PROFILE, sequence_parallel=True)
+    assert plan.sharded_fraction > 0.96
 
 
 @pytest.mark.parametrize("name", nightly(ALL_REDUCES, ALIKE))

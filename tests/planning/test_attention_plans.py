@@ -45,8 +45,8 @@ def kernels() -> Iterator[None]:
 
 
 def model_of(family: str, queries: int, keys: int) -> Any:
-    """Two layers with heads of 16 features."""
-    config = AutoConfig.for_model(family, vocab_size=131, num_hidden_layers=2, **NO_DROPOUT.get(family, {}))
+    """A layer with heads of 16 features."""
+    config = AutoConfig.for_model(family, vocab_size=131, num_hidden_layers=1, **NO_DROPOUT.get(family, {}))
     config.num_attention_heads, config.hidden_size = queries, 16 * queries
     if family != "gpt2":
         config.intermediate_size = 64 * queries

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from selected import nightly
 from tiny import meta_model
 
 from lightning_autotp import Profile, make_plan
@@ -51,7 +52,7 @@ def test_the_usual_plan_is_made_where_there_is_no_room(family: str) -> None:
     assert usual.of_memory in usual._totals()
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", nightly([False, True], [False]))
 def test_layouts_that_another_limit_has_come_to_are_not_traced_again(
     sequence_parallel: bool,
 ) -> None:

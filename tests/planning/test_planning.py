@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -265,6 +266,11 @@ def test_replicas_send_sums_of_gradients_over_the_network_and_no_parameters() ->
     assert hybrid.update == single.update / 8
 
 
+@lru_cache
+def recommended(gpus: str) -> Recommendation:
+    return recommend(tiny_model(1), gpus=gpus, tokens_per_step=512 * 16, sequence_length=512)
+
+
 def check_lines(found: Recommendation, choice: Choice) -> None:
     """The lines run, and make a strategy with exactly the options that were rated."""
     lines = python_lines(found, choice)
@@ -302,7 +308,7 @@ def check_lines(found: Recommendation, choice: Choice) -> None:
     ],
 )
 def test_what_is_recommended_can_be_pasted(gpus: str, sizes: set[tuple[int, int, int]]) -> None:
-    found = recommend(tiny_model(1), gpus=gpus, tokens_per_step=512 * 16, sequence_length=512)
+    found = recommended(gpus)
     seen = {(each.tensor_parallel_size, each.data_parallel_size, each.replicas) for each in found.choices}
     assert seen == sizes if gpus == "2xH100" else seen > sizes
     assert {each.activation_checkpointing for each in found.choices} == {None, "blocks"}
@@ -317,7 +323,7 @@ def test_what_is_recommended_can_be_pasted(gpus: str, sizes: set[tuple[int, int,
 
 
 def test_a_ranking_has_80_columns_and_the_best_way_all_kinds_of_memory_and_links() -> None:
-    found = recommend(tiny_model(1), gpus="16xH100", tokens_per_step=512 * 16, sequence_length=512)
+    found = recommended("16xH100")
     (first, *_) = found.choices
     kept = Memory(70e9, 0.1e9, 70e9, 12e9, 3e9, 2e9, "loss")
     time = StepTime(20.0, 3.0, 2.0, 1.5, 1.25, 0.5, 0.0)

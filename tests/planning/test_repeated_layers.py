@@ -131,7 +131,7 @@ def model_of(family: str) -> tuple[nn.Module, Any]:
     return model, {**sounds, "use_cache": False} if family == "whisper" else None
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", nightly(MODELS, ("llama", "gpt2", "qwen3_moe", "bert")))
 def test_a_graph_is_that_of_a_trace_in_which_each_layer_runs(family: str, traces: Traces) -> None:
     model, batch = model_of(family)
     assert len(traces.check(lambda: capture(model, batch))) == MODELS[family][1]
@@ -150,7 +150,7 @@ def local_model(model: nn.Module, plan: Plan, rank: int = 0) -> nn.Module:
     return local
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", nightly([False, True], [False]))
 def test_a_local_graph_is_that_of_a_trace_in_which_each_layer_runs(sequence_parallel: bool, traces: Traces) -> None:
     model, batch, plan, solution = planned(sequence_parallel=sequence_parallel)
     local = local_model(model, plan)

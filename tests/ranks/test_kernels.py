@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -28,8 +29,8 @@ FAMILIES = (
 )  # fmt: skip
 KERNELS = ("eager", FLASH_2, "flex_attention", "varlen")
 HUB_FLASH = "kernels-community/flash-attn2"
-OTHER_NAMES = ("paged|sdpa", HUB_FLASH, FLASH_3)
-"""For caches of pages, which there are none of in training; as transformers loads it from the Hub; the next version."""
+OTHER_NAMES = ("paged|sdpa", HUB_FLASH)
+"""For caches of pages, which there are none of in training; as transformers loads it from the Hub."""
 PACKED = {
     "packed": ("sdpa", "eager", FLASH_2, FLASH_3, "flex_attention"),
     "lengths": ("sdpa", FLASH_2, FLASH_3, "varlen"),
@@ -37,7 +38,41 @@ PACKED = {
     "padded": ("sdpa", "eager", FLASH_2, "flex_attention"),
 }
 """Batches of several sequences in a row, and padded ones, each with the attention that understands it."""
-VARLEN = "torch.nn.attention.varlen.varlen_attn"
+BY_HEAD = ("slopes", "scores", "compiled scores", "number", "mask", "compiled mask")
+"""Kernels that compute something else for each head (see :class:`AttentionByHead`)."""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """With which attention each kind of call is tried, beside plain attention.
+
+    Attributes:
+        by_head: kernels that compute something else for each head.
+        heads: for numbers of query and key/value heads.
+        plain: for rows of one length; llama has the names of ``OTHER_NAMES`` too.
+        packed: for batches of several sequences, and padded ones.
+    """
+
+    by_head: tuple[str, ...]
+    heads: dict[tuple[int, int], tuple[str, ...]]
+    plain: tuple[str, ...]
+    packed: dict[str, tuple[str, ...]]
+
+
+EVERY = Cells(BY_HEAD, dict.fromkeys([(8, 1), (5, 1), (6, 6)], KERNELS), (*KERNELS, FLASH_3), PACKED)
+"""All of them, on two ranks."""
+SOME = Cells(
+    by_head=("slopes", "compiled scores", "number", "mask"),
+    heads={(8, 1): (FLASH_2,), (5, 1): ("flex_attention", "varlen"), (6, 6): ("flex_attention",)},
+    plain=(FLASH_2,),
+    packed={
+        "packed": ("sdpa", FLASH_2, "flex_attention"),
+        "lengths": ("sdpa", FLASH_3, "varlen"),
+        "documents": ("sdpa", "flex_attention"),
+        "padded": ("sdpa", "eager", FLASH_2),
+    },
+)
+"""Each kernel, batch and number of heads once, where they are most likely to disagree."""
 
 
 def attend_in_one_sequence(
@@ -215,12 +250,12 @@ class AttentionByHead(nn.Module):
         return flex(*(x.transpose(1, 2) for x in (q, k, v)), **option, enable_gqa=True).transpose(1, 2)
 
 
-def train_by_head() -> dict[tuple[str, str, str], Found]:
+def train_by_head(kernels: tuple[str, ...]) -> dict[tuple[str, str, str], Found]:
     """As :func:`train_families`, with kernels that compute something else for each head."""
     found = {}
     x = torch.randn(2, 23, 48, generator=torch.Generator().manual_seed(0))
     torch.compiler.set_stance("default")  # otherwise FlexAttention does not see what the function reads
-    for kernel in ("slopes", "scores", "compiled scores", "number", "mask", "compiled mask"):
+    for kernel in kernels:
         torch.manual_seed(1)
         whole = AttentionByHead(kernel)
         model = copy.deepcopy(whole)
@@ -246,7 +281,7 @@ def draw_by_head(rank: int, size: int) -> dict[str, Any]:
         for layer in (whole.q, whole.k, whole.v, whole.o):
             layer.weight.copy_(torch.eye(4).repeat(layer.out_features // 4, 12) / 12)
     x = torch.ones(2, 23, 48)
-    found: dict[str, Any] = {"heads": train_heads(((5, 1), (6, 6)))}
+    found: dict[str, Any] = {}
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "again": {"use_reentrant": False},
@@ -265,36 +300,36 @@ def draw_by_head(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-def train_heads(heads: tuple[tuple[int, int], ...]) -> dict[tuple[str, str, str], Found]:
+def train_heads(heads: dict[tuple[int, int], tuple[str, ...]]) -> dict[tuple[str, str, str], Found]:
     """As :func:`train_families`, with numbers of heads with which kernels are called otherwise on some of the ranks.
 
     transformers repeats key/value heads for FlexAttention where the query heads are no power of two.
     """
     found = {}
-    for queries, keys in heads:
+    for (queries, keys), kernels in heads.items():
         sizes = {"num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": 16 * queries}
-        for attention in ("sdpa", *KERNELS):
+        for attention in ("sdpa", *kernels):
             trained_so = trained("llama", attention, batches()["plain"], num_hidden_layers=1, **sizes)
             found[f"llama with {queries}/{keys} heads", attention, "plain"] = trained_so
     return found
 
 
 def train_families(
-    rank: int, size: int, families: tuple[str, ...], sizes: dict[str, int], heads: tuple[tuple[int, int], ...]
+    rank: int, size: int, families: tuple[str, ...], sizes: dict[str, int], cells: Cells
 ) -> dict[tuple[str, str, str], Found]:
     with_kernels()
-    found = train_by_head() | train_heads(heads)
+    found = train_by_head(cells.by_head) | train_heads(cells.heads)
     for attention in ("sdpa", FLASH_2):  # before the kernel has been tried
         found["llama", attention, "again"] = trained("llama", attention, batches()["plain"], again=True, **sizes)
     for family in families:
-        for attention in ("sdpa", *KERNELS, *(OTHER_NAMES if family == "llama" else ())):
+        for attention in ("sdpa", *cells.plain, *(OTHER_NAMES if family == "llama" else ())):
             found[family, attention, "plain"] = trained(family, attention, batches()["plain"], **sizes)
     # One head of queries on each rank: it needs no groups of them, which change the call in one of two kinds of layers.
     found["cohere2", "sdpa", "one head"] = trained(
         "cohere2", "sdpa", batches()["plain"], num_attention_heads=size, num_key_value_heads=1, hidden_size=48,
         layer_types=["sliding_attention", "full_attention"], sliding_window=8,
     )  # fmt: skip
-    for kind, understanding in PACKED.items():
+    for kind, understanding in cells.packed.items():
         for attention in understanding:
             batch = batches()[kind]
             if (attention, kind) == ("flex_attention", "documents"):
@@ -307,26 +342,33 @@ UNEVEN = {"num_hidden_layers": 1, "hidden_size": 96, "num_attention_heads": 6, "
 """Of two ranks one has two key/value heads, for which it repeats them, and the other one."""
 
 
-def on_both(rank: int, size: int) -> dict[str, Any]:
+def on_both(rank: int, size: int, cells: Cells) -> dict[str, Any]:
     """What all tests of two ranks look at, from one start."""
-    families = train_families(rank, size, ("llama",), UNEVEN, ((8, 1),))
-    return {"families": families, **draw_by_head(rank, size)}
+    return {"families": train_families(rank, size, ("llama",), UNEVEN, cells), **draw_by_head(rank, size)}
 
 
 @lru_cache
 def on_two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_both, 2)
+    return run_ranks(on_both, 2, SOME)
 
 
 def test_every_kernel_is_divided_as_plain_attention_is() -> None:
+    """Also where ranks call one in other ways: one has as few query heads as it takes groups of, or one head alone."""
     for found in on_two_ranks():
         compare_with_sdpa(found["families"])
 
 
 @pytest.mark.nightly
+def test_every_kernel_is_divided_so_with_all_batches_and_heads() -> None:
+    for found in run_ranks(train_families, 2, ("llama",), UNEVEN, EVERY):
+        compare_with_sdpa(found)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_kernel_of_every_family_is_divided_as_plain_attention_is(ranks: int) -> None:
-    for found in run_ranks(train_families, ranks, FAMILIES, {}, ((12, 4), (8, 1), (6, 3))):
+    cells = replace(EVERY, heads=dict.fromkeys([(12, 4), (8, 1), (6, 3)], KERNELS))
+    for found in run_ranks(train_families, ranks, FAMILIES, {}, cells):
         compare_with_sdpa(found)
 
 
@@ -337,12 +379,6 @@ def compare_with_sdpa(found: dict[tuple[str, str, str], Found]) -> None:
             assert communication == found[family, "sdpa", batch][0], (family, attention, batch)
         if batch in ("packed", "lengths", "documents"):
             assert abs(loss - found[family, "sdpa", "packed"][2]) < 1e-5, (attention, batch, "not these sequences")
-
-
-def test_ranks_may_call_a_kernel_in_other_ways() -> None:
-    """One has as few query heads as it takes groups of, or one head alone."""
-    for found in on_two_ranks():
-        compare_with_sdpa(found["heads"])
 
 
 def test_each_rank_drops_in_a_kernel_what_it_draws_itself() -> None:

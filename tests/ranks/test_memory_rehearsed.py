@@ -9,16 +9,17 @@ from distributed import run_ranks
 from memory import BERT, DENSE, KINDS, Case, Found, measure
 
 SMALL = {**DENSE, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "intermediate_size": 112}
+ONE_LAYER = {**SMALL, "num_hidden_layers": 1}
 CASES = {
     "sequence parallel, checkpointed": Case("llama", sizes=SMALL, sequence_parallel=True, checkpointing=True),
     "adapters": Case("llama", sizes=SMALL, lora=4),
     "adapters of bfloat16": Case("llama", sizes=SMALL, lora=4, precision="bf16-true"),
-    "the second of two passes, mixed precision": Case("llama", sizes=SMALL, precision="bf16-mixed", passes=2),
-    "encoder": Case("bert", "AutoModelForMaskedLM", {**BERT, "hidden_size": 64, "num_hidden_layers": 2}),
+    "the second of two passes, mixed precision": Case("llama", sizes=ONE_LAYER, precision="bf16-mixed", passes=2),
+    "encoder": Case("bert", "AutoModelForMaskedLM", {**BERT, "hidden_size": 64, "num_hidden_layers": 1}),
 }
 
 # Few words and wide layers: the most is there while a quantized matrix is multiplied in the backward pass.
-WIDE = {**SMALL, "hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 2048}
+WIDE = {**ONE_LAYER, "hidden_size": 512, "vocab_size": 64, "intermediate_size": 2048}
 if find_spec("bitsandbytes"):
     CASES |= {
         "quantized": Case("llama", sizes=WIDE, lora=4, quantize="nf4", precision="bf16-true"),

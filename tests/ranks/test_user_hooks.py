@@ -71,9 +71,6 @@ def collecting(rank: int, size: int, families: list[str]) -> None:
             each.zero_grad()
             each(input_ids=IDS, labels=IDS).loss.backward()
         assert worst(model, reference) < 2e-5
-        each_module_alone(model, reference)
-        if family == "llama":
-            layer_alone(model, reference)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +290,7 @@ def soft_prompt(rank: int, size: int, families: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "families"), [(2, ["llama", "mixtral"]), pytest.param(2, ["gpt2"], marks=pytest.mark.nightly)]
+    ("size", "families"), [(2, ["mixtral"]), pytest.param(2, ["llama", "gpt2"], marks=pytest.mark.nightly)]
 )
 def test_gradients_of_a_soft_prompt(size: int, families: list[str]) -> None:
     run_ranks(soft_prompt, size, families)
