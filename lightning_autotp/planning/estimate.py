@@ -164,7 +164,7 @@ def host_memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, cpu_offloa
 
 def product_time(machine: Machine, flops: float, moved: float, in_bf16: bool) -> float:
     """Seconds of one product of so many floating-point operations that touches so many bytes."""
-    rate = machine.product_rate(flops / moved, in_bf16)
+    rate = machine.product_rate(flops / max(moved, 1), in_bf16)
     return max(flops / rate, moved / machine.memory_bandwidth, LAUNCH)
 
 
