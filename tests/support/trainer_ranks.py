@@ -48,22 +48,17 @@ def _script(arguments: tuple[str, ...], cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
-def launched(rank: int, world_size: int) -> dict[str, str]:
-    """The environment in which Lightning takes a process for one that torchrun began."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",  # never opened: the process group exists already
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-
-
 def _launched(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    os.environ.update(launched(rank, world_size))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",  # never opened: the process group exists already
+        TORCHELASTIC_RUN_ID="test",
+    )
     return fn(*args)
 
 
