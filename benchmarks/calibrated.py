@@ -3,8 +3,8 @@
     python benchmarks/calibrated.py                           # all models, and docs/calibrated-times.md
     python benchmarks/calibrated.py --case '[Mixtral]' --page null  # one
 
-The machine is measured before each model; no step that is predicted is used for that. Steps and
-the machine's figures are the fastest of several, since whatever else runs makes them slower.
+The machine is measured before and after each model, since its speed changes; no step that is predicted is used for
+that. Steps and the machine's figures are the fastest of several, since whatever else runs makes them slower.
 """
 
 from __future__ import annotations
@@ -156,12 +156,20 @@ def verdict(found: Mapping[str, Sequence[Row]]) -> list[str]:
     return lines
 
 
-def to_markdown(found: Mapping[str, Sequence[Row]], machine: Machine, ranks: int, rounds: int, load: float) -> str:
+def figures(machine: Machine) -> tuple[str, ...]:
+    """What counts of a machine here."""
+    small, large = (rate / 1e9 for _, rate in (machine.product_rates_fp32[0], machine.product_rates_fp32[-1]))
+    reduced = machine.link_bandwidth / machine.all_reduce_passes
+    sent = (f"{rate / 1e9:.2f} GB/s" for rate in (machine.link_bandwidth, reduced))
+    memory = f"{machine.memory_bandwidth / 1e9:.1f} GB/s"
+    return f"{small:.0f} to {large:.0f} GFLOP/s", memory, *sent, f"{1e6 * machine.latency:.0f} us"
+
+
+def to_markdown(
+    found: Mapping[str, Sequence[Row]], machines: Mapping[str, Machine], ranks: int, rounds: int, load: float
+) -> str:
     """The page."""
     in_all, *by_model = verdict(found)
-    reached = " to ".join(
-        f"{rate / 1e9:.0f}" for _, rate in (machine.product_rates_fp32[0], machine.product_rates_fp32[-1])
-    )
     lines = [
         "# Step times, calibrated and measured",
         "",
@@ -169,14 +177,13 @@ def to_markdown(found: Mapping[str, Sequence[Row]], machine: Machine, ranks: int
         " predicts the steps of this project that [benchmarks](benchmarks.md) times (forward and backward, fp32)."
         " Nothing is fitted to these steps. Written by `python benchmarks/calibrated.py`.",
         "",
-        f"Other programs ran on the machine meanwhile (a load of {load:.1f}). So each step is the fastest of {rounds},"
-        " and each figure of the machine the best of calibrations before each model.",
+        f"The machine is not this program's alone (a load of {load:.1f}), and its speed changes from one quarter of an"
+        f" hour to the next. So each step is the fastest of {rounds}, and each figure of the machine the better of two"
+        " calibrations, before and after the model's steps.",
         "",
-        "| products in fp32 | memory | between processes | of an all-reduce | latency |",
-        "| ---: | ---: | ---: | ---: | ---: |",
-        f"| {reached} GFLOP/s | {machine.memory_bandwidth / 1e9:.1f} GB/s |"
-        f" {machine.link_bandwidth / 1e9:.2f} GB/s |"
-        f" {machine.link_bandwidth / machine.all_reduce_passes / 1e9:.2f} GB/s | {1e6 * machine.latency:.0f} us |",
+        "| model | products in fp32 | memory | between processes | of an all-reduce | latency |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        *(f"| {' | '.join((name, *figures(machine)))} |" for name, machine in machines.items()),
         "",
         in_all,
         "",
@@ -210,25 +217,24 @@ def main(
     """
     names = [TINY] if tiny else [name for name in CASES if name != TINY]
     wanted = names if case is None else [name for part in case for name in names if part in name]
-    machines: list[Machine] = []
-    rehearsed: dict[str, dict[str, Rehearsal]] = {}
-    seconds: dict[str, dict[str, float]] = {}
+    machines: dict[str, Machine] = {}
+    found: dict[str, list[Row]] = {}
     loads: list[float] = []
     console = Console(width=120)
+    before = measure_machine(ranks, "cpu")
     for name in wanted:
-        machines.append(measure_machine(ranks, "cpu"))
-        seconds[name] = {each.system: min(each.seconds) for each in measure_steps(name, ranks, rounds, list(OURS), 0)}
+        steps = measure_steps(name, ranks, rounds, list(OURS), 0)
         loads.append(os.getloadavg()[0])
-        rehearsed[name] = rehearsals(name, ranks)
-        # All models again, by what is known of the machine now: a page of some is better than none.
-        machine = fastest(machines)
-        found = {done: predicted(rehearsed[done], seconds[done], machine, ranks) for done in seconds}
+        after = measure_machine(ranks, "cpu")
+        machines[name], before = fastest([before, after]), after
+        seconds = {each.system: min(each.seconds) for each in steps}
+        found[name] = predicted(rehearsals(name, ranks), seconds, machines[name], ranks)
         table = Table(*HEADER, title=name)
         for row in found[name]:
             table.add_row(*cells(row, found[name][0]))
         console.print(table, *verdict(found), sep="\n")
-        if page is not None:
-            page.write_text(to_markdown(found, machine, ranks, rounds, sum(loads) / len(loads)))
+        if page is not None:  # one of some models is better than none
+            page.write_text(to_markdown(found, machines, ranks, rounds, sum(loads) / len(loads)))
 
 
 if __name__ == "__main__":
