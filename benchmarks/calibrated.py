@@ -76,8 +76,8 @@ class Row:
 
 def fastest(found: Sequence[Machine]) -> Machine:
     """A machine that was measured several times: of each figure the best."""
-    figures = ("peak_bf16", "peak_fp32", "memory_bandwidth", "link_bandwidth")
-    best: dict[str, Any] = {name: max(getattr(machine, name) for machine in found) for name in figures}
+    rates = ("peak_bf16", "peak_fp32", "memory_bandwidth", "link_bandwidth")
+    best: dict[str, Any] = {name: max(getattr(machine, name) for machine in found) for name in rates}
     best["latency"] = min(machine.latency for machine in found)
     for name in ("product_rates_bf16", "product_rates_fp32"):
         of_each_size = zip(*[getattr(machine, name) for machine in found], strict=True)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.meter import Work
-from lightning_autotp.planning.rehearsal import Precision, rehearse
+from lightning_autotp.planning.rehearsal import rehearse
 
 _ROUNDS = 7
 _MEBIBYTES = 2**20
@@ -160,9 +160,8 @@ def _made(module: nn.Module, width: int, kind: str, dtype: torch.dtype) -> tuple
 
 
 def _work(module: nn.Module, x: Tensor) -> Work:
-    """What a forward and a backward pass do, counted as for a plan."""
-    precision: Precision = "bf16-true" if x.dtype == torch.bfloat16 else "32-true"
-    return rehearse(module, {"x": x}, precision=precision, optimizer="none").work
+    """What a forward and a backward pass do in the dtype that they have, counted as for a plan."""
+    return rehearse(module, {"x": x}, precision="32-true", optimizer="none").work  # that is, without autocast
 
 
 def _host(on_device: Tensor) -> dict[str, float]:

@@ -41,7 +41,7 @@ ON_TWO_RANKS = (
 ON_FOUR_RANKS = ("causal:falcon", "causal:llama")
 
 # The causal models are planned in so many tests, each every so many-th model.
-PARTS = 62
+PARTS = 31
 # The causal models with less than nine tenths of their parameters sharded, and the share that they have at least.
 LESS_SHARDED = {"blt": 0.8, "prophetnet": 0.86, "mllama": 0.65}
 
@@ -247,7 +247,7 @@ def test_every_causal_model_is_planned(part: int) -> None:
     torch.set_num_threads(1)
     plans = [plan_one(name, "causal", 2) for name in architectures("causal")[part::PARTS]]
     tried = [verdict for verdict in plans if verdict.outcome != "left out"]
-    assert tried
+    assert len(tried) >= 186 // PARTS - 4
     assert {verdict.name: verdict.reason for verdict in tried if verdict.outcome != "planned"} == {}
     shares = {verdict.name: verdict.sharded for verdict in tried}
     assert {name: share for name, share in shares.items() if share < LESS_SHARDED.get(name, 0.9)} == {}

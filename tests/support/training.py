@@ -34,6 +34,22 @@ def tiny_config() -> Any:
     )  # fmt: skip
 
 
+class SameStart(L.LightningModule):
+    """Several runs train its one model, which is divided for the first: each can begin with the same weights."""
+
+    first: dict[str, Tensor]
+
+    def on_fit_start(self) -> None:
+        if not hasattr(self, "first"):
+            self.first = {name: value.clone() for name, value in self.state_dict().items()}
+
+    def restore(self) -> None:
+        """Take the weights that the first run began with, if there was one, and no gradients."""
+        if hasattr(self, "first"):
+            self.load_state_dict(self.first)
+            self.zero_grad()
+
+
 class Task(L.LightningModule):
     """An ordinary fine-tuning task that writes down what it sees.
 

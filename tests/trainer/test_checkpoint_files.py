@@ -22,7 +22,7 @@ from distributed import PATIENCE, run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from trainer_ranks import run_trainer_ranks
-from training import BLOCKS, Task, error_of, fit
+from training import BLOCKS, SameStart, Task, error_of, fit
 
 from lightning_autotp import AutoTPStrategy
 from lightning_autotp.building.checkpoint_reading import DamagedFileError, MissingFileError
@@ -36,23 +36,12 @@ from lightning_autotp.ranks.agreement import raise_together
 STEPS = 6
 
 
-class Stepwise(Task):
-    """Takes its rows by the step it is at: a loader need not go on where it was.
-
-    It may make several runs, which begin with the same weights.
-    """
-
-    first: dict[str, Tensor]
+class Stepwise(SameStart, Task):
+    """Takes its rows by the step it is at: a loader need not go on where it was."""
 
     def begin(self) -> None:
         super().begin()
-        if hasattr(self, "first"):
-            self.load_state_dict(self.first)
-            self.zero_grad()
-
-    def on_fit_start(self) -> None:
-        if not hasattr(self, "first"):
-            self.first = {name: value.clone() for name, value in self.state_dict().items()}
+        self.restore()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rows = BLOCKS[[(5 * self.trainer.global_step + row) % len(BLOCKS) for row in range(4)]]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainer_ranks import run_trainer_ranks
-from training import error_of, trainer
+from training import SameStart, error_of, trainer
 
 from lightning_autotp import AutoTPStrategy, full_state_dict
 from lightning_autotp.parameters.local_blocks import fill
@@ -373,21 +373,13 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class Again(Net):
-    """Makes one run after the other: its layers are divided for the first one, and have the first numbers in each."""
-
-    first: dict[str, Tensor]
+class Again(SameStart, Net):
+    """Makes one run after the other."""
 
     def anew(self, noise: str = "") -> Again:
         self.noise, self.losses, self.validated = noise, [], 0
-        if hasattr(self, "net"):
-            self.net.load_state_dict(self.first)
-            self.zero_grad()
+        self.restore()
         return self
-
-    def on_fit_start(self) -> None:
-        if not hasattr(self, "first"):
-            self.first = {name: value.clone() for name, value in self.net.state_dict().items()}
 
 
 class Reads(Net):

@@ -309,7 +309,7 @@ def other_times(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     one: Any = torch.optim.AdamW([elsewhere.lm_head.weight]) if rank == 0 else None
     seen["optimized on one rank"] = error_of(elsewhere.resize_token_embeddings, 140)
     del one
-    for name, model in (("written before use", original), ("written", again)):  # until now nobody has called them
+    for name, model in (("written before use", original), ("written", again)):  # neither was called before
         if name == "written":
             loss_of(model)
         model.resize_token_embeddings(150)

@@ -39,9 +39,8 @@ COPIES, PER_COPY = 2, 4
 ADAPTERS = ["lora", "saved modules"]
 NEW = 5
 STEPS = 3
-# Each goes on from the checkpoint of the one before it, which it is named by: those before a run that is selected are
-# made, too. The second one averages lists of tensors at once, as every average without a function of its own does on
-# an accelerator.
+# Each resumes from the previous run's checkpoint, after which it is named, so a selected run needs the earlier ones.
+# The second run averages lists of tensors at once, the default on an accelerator.
 RUNS = ("begun", "resumed from a directory", "resumed from a file")
 FUSED: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": False}
 
