@@ -53,6 +53,8 @@ ATTEMPTS = (
 """Ways to try: a dtype, whether without the options of implementation, and whether without the parameter's state."""
 IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 """Options of ``torch.optim`` that choose how, not what, is computed, and do not work everywhere."""
+NO_OPTIONS = ("params", "param_names", "lr", "initial_lr")
+"""What of a group a trial of torch's own optimizers does not depend on: they only scale updates by the rate."""
 SMALL = 4096
 """Elements up to which a tensor that an optimizer keeps is copied."""
 
@@ -130,7 +132,7 @@ def _known_by(
     """What the result of a trial depends on; ``None`` for an optimizer whose code or state may be of any kind."""
     if type(optimizer).__module__.partition(".")[0] != "torch" or optimizer.state.get(parameter):
         return None
-    options = tuple(sorted((name, value) for name, value in group.items() if name not in ("params", "param_names")))
+    options = tuple(sorted((name, value) for name, value in group.items() if name not in NO_OPTIONS))
     known = (type(optimizer), options, parameter.dim(), dims, parameter.device)
     try:
         hash(known)

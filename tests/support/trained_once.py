@@ -1,5 +1,5 @@
-"""A training run in one process, and a plan for its model: what torch, transformers, Lightning and the package find out
-then and keep is there in ranks that are forked afterwards.
+"""A training run in one process, a plan for its model, and trials of optimizers: what torch, transformers, Lightning
+and the package find out then and keep is there in ranks that are forked afterwards.
 
 Only the process that they are forked from imports this: see ``distributed.PRELOADED``.
 """
@@ -11,12 +11,14 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 
 import torch
+from foreign_optimizers import model_of, parameter
 from torch import Tensor
 from training import BLOCKS, Task, fit, tiny_config
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import make_plan
 from lightning_autotp.capture.capture import as_call, capture, in_small
+from lightning_autotp.guard.on_parts import check_optimizer
 
 
 def plan() -> None:
@@ -26,6 +28,13 @@ def plan() -> None:
     batch = {"input_ids": BLOCKS[:4], "labels": BLOCKS[:4]}
     make_plan(model, 2, example_inputs=in_small(model, as_call(batch)))
     capture(model, batch)
+
+
+def try_optimizers() -> None:
+    """Find out whether the optimizers that most tests use may step parts of tensors."""
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        optimizer = kind([parameter(2, 3), parameter(2, 3, dims=(1,)), parameter(3)], lr=1e-3)
+        check_optimizer(optimizer, model_of(optimizer))
 
 
 class WithoutBackward(Task):
@@ -51,4 +60,5 @@ with (
     redirect_stderr(nowhere),
 ):
     plan()
+    try_optimizers()
     fit("auto", 1, WithoutBackward(), max_steps=1)  # no group of processes: threads of one would not be forked

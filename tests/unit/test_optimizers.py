@@ -253,3 +253,16 @@ def test_what_fsdp_cuts_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"router \(cut along dim 0\)"):
         check_optimizer(lamb, model_of(lamb))
     check_optimizer(lion, model_of(lion))
+
+
+def test_learning_rates_by_layer_take_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, ...]] = []
+
+    def difference(optimizer: Optimizer, tensor: Tensor, ndim: int, dims: tuple[int, ...]) -> None:
+        tried.append(dims)
+
+    monkeypatch.setattr(optimizers, "_difference", difference)
+    groups = [{"params": [parameter(6, 8)], "lr": 0.1 * 0.5**layer} for layer in range(4)]
+    different = {"params": [parameter(6, 8)], "lr": 0.1, "alpha": 0.75}
+    assert verdict(torch.optim.RMSprop([*groups, different], alpha=0.875)) == "right"
+    assert tried == [(0,), (0,)]
