@@ -47,8 +47,8 @@ class WithoutBackward(Task):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:  # type: ignore[override]
         """Run the model, and the optimizer."""
         self.model(**batch)
-        for parameter in self.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        for weight in self.parameters():
+            weight.grad = torch.zeros_like(weight)
         self.optimizers().step()  # type: ignore[union-attr]
 
 
