@@ -1,34 +1,25 @@
 """Fake tensors whose mode remembers what operators give: what is used of torch's for that.
 
 A trace runs thousands of operators, of which few are different. ``FakeTensorMode`` has a cache of what each gives by
-its operands' metadata, but asking it, and making a tensor of what it has, is half the time of a trace.
+its operands' metadata, but asking it, and making a tensor of what it has, is half the time of a trace. So this mode has
+its own in place of that one, of which it uses the rules that say what may be kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-
-# What torch's cache has: the one place that says of which operators the results follow from the operands' metadata.
-from torch._subclasses._fake_tensor_utils import _CacheKeyState
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    _BypassDispatchCache,
-    _DispatchCacheValidEntry,
-    extract_tensor_metadata,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache, extract_tensor_metadata
 
 _DEVICE = torch.ops.prim.device.default
 _SHARING = torch.ops.aten._unsafe_view.default
-"""Gives its operand's memory, of which its schema says nothing: torch's cache leaves it out for that."""
+"""Gives its operand's memory, of which its schema says nothing: torch's rules leave it out for that."""
 _CONSTANTS = frozenset(
     [int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )  # fmt: skip
-_NO_SYMBOLS = _CacheKeyState()
 
 
 class _NotTold(Exception):
@@ -73,7 +64,7 @@ class _Results(NamedTuple):
 class RememberingFakeTensorMode(FakeTensorMode):
     """A mode that lets an operator run once for all operands with the same metadata.
 
-    It remembers what torch's own cache has, and what the ``functional`` operators give; anything else runs each time.
+    It remembers what torch's own cache would, and what the ``functional`` operators give; anything else runs each time.
     As that cache, it remembers for the whole process: a model is traced several times, and many at the same sizes.
 
     Args:
@@ -88,6 +79,7 @@ class RememberingFakeTensorMode(FakeTensorMode):
 
     def __init__(self, functional: Collection[str] = ()) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's
         self.functional = frozenset(functional)
         self.asked: list[Any] | None = None
 
@@ -117,7 +109,7 @@ class RememberingFakeTensorMode(FakeTensorMode):
         given: Any = super().__torch_dispatch__(func, types, args, kwargs)
         is_tuple = isinstance(given, tuple)
         values = given if is_tuple else (given,)
-        made = [_made(*pair) for pair in zip(values, self.sources(func, args, kwargs), strict=False)]
+        made = [_made(*pair) for pair in zip(values, self.sources(func, args, kwargs, values), strict=False)]
         results = [result for result in made if result is not None]
         if len(results) == len(values) and all(
             _alike(self.again(result, args), value) for result, value in zip(results, values, strict=True)
@@ -157,7 +149,9 @@ class RememberingFakeTensorMode(FakeTensorMode):
             operand.is_inference(),
         )
 
-    def sources(self, func: Any, args: Sequence[Any], kwargs: Any) -> list[_Given | int | None]:
+    def sources(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Any]
+    ) -> list[_Given | int | None]:
         """Where the memory of each result is from, of an operator that ran; empty where nothing may be remembered.
 
         That is the argument that it is, the number of the one that it looks at, or ``None`` if it is new.
@@ -167,11 +161,15 @@ class RememberingFakeTensorMode(FakeTensorMode):
         if str(func) in self.functional:
             return [None]
         try:
-            entry = FakeTensorMode.cache.get(self._cache_key(_NO_SYMBOLS, func, args, kwargs))
+            self._validate_cache_key(func, args, kwargs)
         except _BypassDispatchCache:
             return []
-        infos = entry.output_infos if isinstance(entry, _DispatchCacheValidEntry) else ()
-        return [info.view_idx if info.inplace_idx is None else _Given(info.inplace_idx) for info in infos]
+        tensors = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
+        named = [value for value in kwargs.values() if isinstance(value, Tensor)]
+        if (func.is_view and len(tensors) != 1) or any(value is one for value in values for one in named):
+            return []
+        shared = tensors[0] if func.is_view else None
+        return [next((_Given(place) for place in tensors if args[place] is value), shared) for value in values]
 
     def again(self, result: _Made | _Given, args: Sequence[Any]) -> Tensor:
         """A result of an operator with these arguments."""
@@ -197,7 +195,7 @@ def _made(value: Any, source: _Given | int | None) -> _Made | _Given | None:
     """How to make a result again; ``None`` where that is not known."""
     if isinstance(source, _Given):
         return source
-    if type(value) is not FakeTensor or value.layout is not torch.strided:
+    if type(value) is not FakeTensor or value.layout is not torch.strided or value.constant is not None:
         return None
     return _Made(
         tuple(value.shape),

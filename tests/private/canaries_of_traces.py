@@ -53,33 +53,47 @@ def _(_: Any) -> None:
 
 
 @canary(
-    "torch._subclasses.fake_tensor._DispatchCacheValidEntry",
     "torch._subclasses.fake_tensor._BypassDispatchCache",
-    "torch._subclasses.fake_tensor.FakeTensorMode._cache_key",
-    "torch._subclasses._fake_tensor_utils._CacheKeyState",
+    "torch._subclasses.fake_tensor.FakeTensorMode._validate_cache_key",
+    "torch._subclasses.fake_tensor.FakeTensorMode.cache_enabled",
 )
 def _(_: Any) -> None:
-    """torch's cache of fake tensors tells of an operator that ran where the memory of its results is from."""
+    """Where the memory of results is from is what torch's cache says, which has nothing of a mode without it."""
     from torch._subclasses._fake_tensor_utils import _CacheKeyState
     from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache, _DispatchCacheValidEntry
 
+    from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode, _Given
+
     aten = torch.ops.aten
-    with FakeTensorMode() as fake:
-        x, constant = torch.empty(2, 3), torch.tensor(3)
-        cases: list[tuple[Any, tuple[Any, ...], list[tuple[int | None, int | None]]]] = [
-            (aten.add.Tensor, (x, x), [(None, None)]),
-            (aten.view.default, (x, [6]), [(None, 0)]),
-            (aten.add_.Tensor, (x, x), [(0, None)]),
-            (aten.aminmax.default, (x,), [(None, None), (None, None)]),
-            (aten._unsafe_view.default, (x, [3, 2]), []),
-        ]
-        for func, args, places in cases:
-            func(*args)
-            entry: Any = fake.cache.get(fake._cache_key(_CacheKeyState(), func, args, {}))
-            infos = entry.output_infos if isinstance(entry, _DispatchCacheValidEntry) else ()
-            assert [(info.inplace_idx, info.view_idx) for info in infos] == places
-        with pytest.raises(_BypassDispatchCache):
-            fake._cache_key(_CacheKeyState(), aten.neg.default, (constant,), {})
+    cases: list[tuple[Any, tuple[Any, ...], list[_Given | int | None]]] = [
+        (aten.add.Tensor, (1, 1), [None]),
+        (aten.view.default, (1, [6]), [0]),
+        (aten.add_.Tensor, (1, 1), [_Given(0)]),
+        (aten.aminmax.default, (1,), [None, None]),
+        (aten.nonzero.default, (1,), []),
+    ]
+    own: Any = RememberingFakeTensorMode()
+    for fake in (FakeTensorMode(), own):
+        with fake:
+            x = torch.empty(2, 3)
+            for func, arguments, places in cases:
+                args = tuple(x if one == 1 else one for one in arguments)
+                kept = len(FakeTensorMode.cache)
+                if func is aten.nonzero.default:
+                    with pytest.raises(_BypassDispatchCache):
+                        fake._validate_cache_key(func, args, {})
+                    assert own.sources(func, args, {}, [x]) == places
+                    continue
+                result = func(*args)
+                values = result if isinstance(result, tuple) else (result,)
+                assert own.sources(func, args, {}, values) == places
+                if fake is own:
+                    assert len(FakeTensorMode.cache) == kept
+                    continue
+                entry: Any = fake.cache.get(fake._cache_key(_CacheKeyState(), func, args, {}))
+                assert isinstance(entry, _DispatchCacheValidEntry)
+                infos = [_Given(i.inplace_idx) if i.inplace_idx is not None else i.view_idx for i in entry.output_infos]
+                assert infos == places
 
 
 @canary(
