@@ -1,5 +1,5 @@
-"""A training run in one process, a plan for its model, and trials of optimizers: what torch, transformers, Lightning
-and the package find out then and keep is there in ranks that are forked afterwards.
+"""A training run in one process, plans of models that most tests use, and trials of optimizers: what torch,
+transformers, Lightning and the package find out then and keep is there in ranks that are forked afterwards.
 
 Only the process that they are forked from imports this: see ``distributed.PRELOADED``.
 """
@@ -10,6 +10,7 @@ import os
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 
+import tiny
 import torch
 from foreign_optimizers import model_of, parameter
 from torch import Tensor
@@ -22,12 +23,15 @@ from lightning_autotp.guard.on_parts import check_optimizer
 
 
 def plan() -> None:
-    """Make a plan, and trace the model with rows of full length."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config())
+    """Make plans for small batches and for usual ones, and trace a model with rows of full length."""
     batch = {"input_ids": BLOCKS[:4], "labels": BLOCKS[:4]}
-    make_plan(model, 2, example_inputs=in_small(model, as_call(batch)))
-    capture(model, batch)
+    models = [tiny.meta_model("llama", num_hidden_layers=1), tiny.meta_model("gpt2", num_hidden_layers=1)]
+    with torch.device("meta"):
+        models.append(AutoModelForCausalLM.from_config(tiny_config()))
+    for model in models:
+        for inputs in (None, in_small(model, as_call(batch))):
+            make_plan(model, 2, example_inputs=inputs)
+    capture(models[-1], batch)
 
 
 def try_optimizers() -> None:
