@@ -55,8 +55,9 @@ def counted_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: it is not to be looked at each time that objects are looked for that do not."""
+    """What was imported stays: it is not to be looked at each time that objects are looked for that do not, or often."""
     gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

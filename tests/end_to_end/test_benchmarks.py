@@ -12,7 +12,7 @@ import calibrated
 import planner
 import published
 import pytest
-from distributed import SCRIPT_ENVIRONMENT
+from distributed import SCRIPT_ENVIRONMENT, run_python
 
 from lightning_autotp.planning.estimate import StepTime
 from lightning_autotp.planning.machines import Machine
@@ -88,8 +88,8 @@ def test_the_page_of_published_times(tmp_path: Path) -> None:
 
 
 def test_published_times() -> None:
-    """The rows of one model and both of its ways, of two small layers."""
-    small = {"n_embd": 64, "num_hidden_layers": 2, "n_head": 8, "n_positions": 32, "vocab_size": 64}
+    """The rows of one model and both of its ways, of a small layer."""
+    small = {"n_embd": 64, "num_hidden_layers": 1, "n_head": 8, "n_positions": 32, "vocab_size": 64}
     rows = [
         replace(row, sizes={**row.sizes, **small}, ranks=2, length=32)
         for row in published.ROWS
@@ -113,7 +113,8 @@ def test_memory_of_the_loss_with_copies() -> None:
 
 def test_what_a_layer_sends(tmp_path: Path) -> None:
     page = tmp_path / "real-sizes.md"
-    run("real_sizes.py", "--page", page, "--only", "[Llama]")
+    done = run_python("real_sizes.py", "--page", str(page), "--only", "[Llama]", cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr
     rows = [line for line in page.read_text().splitlines() if line.startswith("| Llama")]
     assert len(rows) == 3  # without and with sequence parallelism, and with room for everything
     assert [row.count("| 4 all-reduces |") for row in rows] == [2, 0, 2], "planned and by hand"

@@ -8,21 +8,23 @@ from pathlib import Path
 
 from distributed import run_python
 from tiny import tiny_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from lightning_autotp import make_plan
 from lightning_autotp.layouts.plan import Plan
 
 
-def test_command_needs_only_the_config(tmp_path: Path) -> None:
-    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+def test_command_needs_only_the_config_and_says_details_where_it_is_asked(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 2048}
+    config = tiny_config("mixtral", architectures=["MixtralForCausalLM"], **sizes)
+    config.save_pretrained(tmp_path)
     output = tmp_path / "plan.json"
     result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), "--tp", "2", "--json", str(output))
     assert result.returncode == 0, result.stderr
     assert "all_reduce" in result.stdout
     said = (line.partition("lightning_autotp: ") for line in result.stderr.splitlines())
     phases = [phase for _, ours, phase in said if ours]
-    assert phases[0] == "tracing LlamaForCausalLM"
+    assert phases[0] == "tracing MixtralForCausalLM"
     assert [phase.split()[0] for phase in phases] == ["tracing", "choosing", "rehearsing"]
     stated = " ".join(result.stdout.split())
     assert "made to fit: a training step takes about" in stated
@@ -37,22 +39,15 @@ def test_command_needs_only_the_config(tmp_path: Path) -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "\x1b" not in result.stdout
 
-
-def test_command_says_the_details_where_it_is_asked(tmp_path: Path) -> None:
-    tiny_config("mixtral", architectures=["MixtralForCausalLM"]).save_pretrained(tmp_path)
-
-    def words(*options: str) -> str:
-        result = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), *options)
-        assert result.returncode == 0, result.stderr
-        return " ".join(result.stdout.split())
-
-    plan, _ = make_plan(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), 2, memory=70e9)
+    detailed = run_python("-m", "lightning_autotp.cli", "plan", str(tmp_path), "--tp", "2", "--details")
+    assert detailed.returncode == 0, detailed.stderr
+    full = " ".join(detailed.stdout.split())
+    plan, _ = make_plan(AutoModelForCausalLM.from_config(config), 2, memory=70e9)
     details = [" ".join(line.split()) for line in plan.remarks()]
     assert len(details) > 1
-    brief, full = words(), words("--details")
     assert all(line in full for line in details)
-    assert not any(line in brief for line in details)
-    assert "(--details)" in brief
+    assert not any(line in stated for line in details)
+    assert "(--details)" in stated
 
 
 def test_command_compares_with_a_gpu_and_plans_for_a_limit(tmp_path: Path) -> None:
@@ -105,7 +100,7 @@ def test_the_command_tells_reasons_where_it_is_asked(tmp_path: Path) -> None:
 
 
 def test_the_command_recommends_sizes(tmp_path: Path) -> None:
-    tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    tiny_config("llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
     command = ["-m", "lightning_autotp.cli", "recommend", str(tmp_path), "--tokens", "4096", "--sequence-length", "512"]
     found = run_python(*command, "--gpus", "2xH100")
     assert found.returncode == 0, found.stderr

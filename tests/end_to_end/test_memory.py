@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from distributed import run_python
 from reading import run
+from selected import selected
 
 LOADING = """
 import os, sys, torch
@@ -29,21 +30,26 @@ print(peak, sum(parameter.nbytes for parameter in model.parameters()), largest)
 MAKE = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
+kinds = sys.argv[3:]
 for directory, hidden, vocabulary in ((sys.argv[1], 1024, 16384), (sys.argv[2], 16, 32)):
     config = LlamaConfig(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=vocabulary, bos_token_id=1, eos_token_id=2)
     model = LlamaForCausalLM(config)
-    model.save_pretrained(f"{directory}/safe", max_shard_size="100MB")
-    config.save_pretrained(f"{directory}/bin")
-    torch.save(model.state_dict(), f"{directory}/bin/pytorch_model.bin")
+    if "safe" in kinds:
+        model.save_pretrained(f"{directory}/safe", max_shard_size="100MB")
+    if "bin" in kinds:
+        config.save_pretrained(f"{directory}/bin")
+        torch.save(model.state_dict(), f"{directory}/bin/pytorch_model.bin")
 """
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("large")
-    run(MAKE, directory / "large", directory / "tiny")
-    assert (directory / "large" / "bin" / "pytorch_model.bin").stat().st_size > 300e6
+    kinds = selected(request, "kind")
+    run(MAKE, directory / "large", directory / "tiny", *kinds)
+    for kind in kinds:
+        assert sum(file.stat().st_size for file in (directory / "large" / kind).iterdir()) > 300e6
     return directory
 
 

@@ -128,7 +128,8 @@ def parallel(rank: int, size: int, family: str, length: int = 61, changes: dict[
     ],
 )
 def test_training_equals_one_process(family: str, size: int) -> None:
-    check(family, size)
+    """Of one layer daily; those on three ranks have two."""
+    check(family, size, 61, {"num_hidden_layers": 1} if (family, size) in DAILY else {})
 
 
 @pytest.mark.nightly
