@@ -55,7 +55,7 @@ def counted_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: it is not to be looked at each time that objects are looked for that do not, or often."""
+    """What was imported stays: it is not looked at each time that objects are looked for that do not, nor often."""
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
 
