@@ -2,8 +2,8 @@
 
 FSDP2 gathers that when the model is called, and cuts it again at the end of a backward pass. Until then it is not
 gathered anew, whatever is written meanwhile: code that calls the model between a backward pass and the optimizer's step
-would have the next batch computed with weights of before the step. And what it gathers for the model is missing where
-code calls a part of it instead.
+would have the next batch computed with weights of before the step. And what it gathers for the model, or for a block,
+is missing where code calls a part of that instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_autotp.capture.capture import device_of
 from lightning_autotp.capture.nested import map_tensors
 from lightning_autotp.gradients.data_parallel import compute_while_gathered, gather_ahead, gather_when_called
 from lightning_autotp.parallel.head_product import are_undone
-from lightning_autotp.parameters.state import parallel_state
+from lightning_autotp.parameters.state import own_modules, parallel_state
 from lightning_autotp.private.distributed_private import is_gathered, prepare_backward
 from lightning_autotp.private.torch_private import base_of
 from lightning_autotp.proving.call_kinds import surroundings
@@ -36,6 +36,7 @@ class GatheredForCall:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._is_for_call = False  # whether it is gathered for a call without gradients alone, and its logits
+        self._block: FSDPModule | None = None  # that is gathered for a call of a module in it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GatheredForCall, (self._model,)  # a copy of the model has calls of its own
@@ -48,13 +49,35 @@ class GatheredForCall:
             self._is_for_call = goes and not torch.is_grad_enabled()
             gather_ahead(self._model)
 
-    def begin_part(self) -> None:
-        """Before a call of a part of the model. Collective over the copies."""
+    def begin_part(self, module: nn.Module, path: str) -> None:
+        """Before a call of a module in the model. Collective over the copies.
+
+        Raises:
+            RuntimeError: with gradients for a module in a block: FSDP2 averages those of the whole block's call.
+        """
+        if not isinstance(self._model, FSDPModule):
+            return
+        around, block = self._block_around(module)
+        if block is not None and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{path} is called on its own with gradients, which FSDP2 averages over the copies for {around} as a"
+                f" whole: call {around} or the whole model, or call it within torch.no_grad()"
+            )
         self.begin()
-        if isinstance(self._model, FSDPModule):
-            if (gathers := parallel_state(self._model).gathers) is not None:
-                gathers.use(surroundings(device_of(self._model))[1] == gathers.dtype)
-            self._model.unshard()
+        if (gathers := parallel_state(self._model).gathers) is not None:
+            gathers.use(surroundings(device_of(self._model))[1] == gathers.dtype)
+        self._model.unshard()
+        if block is not None and not is_gathered(block):
+            self._block = block
+            block.unshard()
+
+    def _block_around(self, module: nn.Module) -> tuple[str, FSDPModule | None]:
+        """The innermost block that FSDP2 gathers for its own call and that has the module in it, and its path."""
+        found: tuple[str, FSDPModule | None] = "", None
+        for path, block in own_modules(self._model):
+            if path and isinstance(block, FSDPModule) and any(module is inner for inner in block.modules()):
+                found = path, block if block is not module else None
+        return found
 
     def part_returned(self, output: Any) -> Any:
         """After a call of a part that has not failed: what it returns, from which a backward pass may begin."""
@@ -67,6 +90,9 @@ class GatheredForCall:
 
     def end(self) -> None:
         """After a call, also one that failed. Not collective."""
+        if self._block is not None:
+            self._block.reshard()
+            self._block = None
         if isinstance(self._model, FSDPModule) and not torch.compiler.is_compiling():
             gather_when_called(self._model)
         if (gathers := parallel_state(self._model).gathers) is not None:

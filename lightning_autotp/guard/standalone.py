@@ -30,7 +30,7 @@ from lightning_autotp.layouts.plan import ConversionPlan
 from lightning_autotp.layouts.types import Invariant, Shard
 from lightning_autotp.parameters.snapshot import Snapshot
 from lightning_autotp.parameters.state import own_modules, parallel_state
-from lightning_autotp.private.torch_private import is_in_backward, modules_being_called
+from lightning_autotp.private.torch_private import is_in_backward, modules_being_called, parameters_of
 
 
 def is_outer(path: str) -> bool:
@@ -100,7 +100,7 @@ class StandaloneCall:
     ) -> None:
         self.running, self.gathered, self.hooks, self.path, self.differs = running, gathered, hooks, path, differs
         self.is_outer = is_outer(path)
-        self.is_whole_call = differs or (self.is_outer and isinstance(running.model, FSDPModule))
+        self.is_whole_call = differs or isinstance(running.model, FSDPModule)
         self._handles: list[RemovableHandle] = []
         self._snapshot: Snapshot | None = None  # of the module when it was called alone last
 
@@ -120,7 +120,8 @@ class StandaloneCall:
         model = self.running.model
         hooked = parallel_state(model).gradient_hooks
         uses = any(place.meta.name in hooked for place in places_at(_used_by(module), model))
-        if not (uses or self.is_outer or (takes_parts and self.differs)):
+        is_gathered = isinstance(model, FSDPModule) and bool(parameters_of(module))
+        if not (uses or self.is_outer or is_gathered or (takes_parts and self.differs)):
             return False
         self._hook = module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         if self.is_whole_call and self.is_outer:
@@ -178,7 +179,7 @@ class StandaloneCall:
         running.alone = self.path
         if not is_compiling:
             running.looked_at = self.path
-            self.gathered.begin_part()
+            self.gathered.begin_part(module, self.path)
         return self._as_in_model(module, args, kwargs) if self.differs else None
 
     def _look(self, module: nn.Module) -> None:

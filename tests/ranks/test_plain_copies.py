@@ -91,6 +91,20 @@ def train_in_parts(model: Any, batches: torch.Tensor) -> None:
         optimizer.zero_grad()
 
 
+def call_inside_of_a_block(model: Any, state: dict[str, Tensor]) -> None:
+    """Modules that FSDP2 gathers with others give what one process gives that has this state."""
+    whole = tiny()
+    whole.load_state_dict(state)
+    x = torch.randn(2, 5, 60)
+    for name in ("mlp", "mlp.up_proj", "input_layernorm"):
+        ours, theirs = (each.model.layers[1].get_submodule(name) for each in (model, whole))
+        with pytest.raises(RuntimeError, match=f"{name} is called on its own with gradients.*call model.layers.1 or"):
+            ours(x)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), theirs(x))
+    assert is_cut(model.model.layers[1].mlp.up_proj.weight)
+
+
 def keep_plans(folder: Path) -> tuple[Plan, Plan]:
     """Keep a plan for each copy in a directory of its own. That of the second one leaves an MLP whole."""
     with meta_model():
@@ -116,6 +130,7 @@ def two_by_two(rank: int, world_size: int, folder: Path) -> Found:
     state = full_state_dict(model)
     train_in_parts(model, batches)
     in_parts = full_state_dict(model)
+    call_inside_of_a_block(model, in_parts)
     weight, mlp = model.model.norm.weight, model.model.layers[0].mlp
     with checked(model):
         assert not torch.equal(mlp.gate_proj.weight, mlp.up_proj.weight)
