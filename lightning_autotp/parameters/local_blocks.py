@@ -9,6 +9,8 @@ original tensor are here, or how often an element counts, asks this module, with
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,21 +32,21 @@ def plain(tensor: Tensor) -> Tensor:
 
     Of a quantized weight these are the numbers that it stands for, in memory of their own.
     """
-    local = _detached(tensor)
-    return local.to_local() if isinstance(local, DTensor) else local
+    return _detached(tensor, lambda whole: whole.to_local())
 
 
 def joined(tensor: Tensor) -> Tensor:
     """This rank's tensor-parallel part, whole over the data axis. Collective over the data axis for a ``DTensor``."""
-    local = _detached(tensor)
-    return local.full_tensor() if isinstance(local, DTensor) else local
+    return _detached(tensor, lambda whole: whole.full_tensor())
 
 
-def _detached(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor, of: Callable[[DTensor], Tensor]) -> Tensor:
     if isinstance(tensor, PendingGradient):
         tensor.settle("reading")
-    with without_subclasses():  # a part of a gradient that represents the whole is an ordinary tensor, too
-        detached = tensor.detach()
+    # A part of a gradient that represents the whole is an ordinary tensor, too. And a DTensor cannot be detached in
+    # inference mode.
+    with without_subclasses(), torch.no_grad():
+        detached = (of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     return detached.values() if isinstance(detached, QuantizedWeight) else detached
 
 

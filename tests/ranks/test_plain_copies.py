@@ -27,7 +27,7 @@ from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.gradients.data_parallel import gather_if_uneven, in_parts_again
 from lightning_autotp.guard.checked import UnsoundUse, checked
 from lightning_autotp.layouts.plan import Plan
-from lightning_autotp.parameters.local_blocks import is_cut
+from lightning_autotp.parameters.local_blocks import is_cut, joined, plain
 from lightning_autotp.pretrained.meta_model import meta_model
 from lightning_autotp.private.distributed_private import is_gathered_ahead
 from lightning_autotp.proving.verify import trace
@@ -132,6 +132,9 @@ def two_by_two(rank: int, world_size: int, folder: Path) -> Found:
     in_parts = full_state_dict(model)
     call_inside_of_a_block(model, in_parts)
     weight, mlp = model.model.norm.weight, model.model.layers[0].mlp
+    with torch.inference_mode():  # in which a DTensor cannot be detached
+        inferred = plain(weight), joined(mlp.up_proj.weight)
+    assert all(map(torch.equal, inferred, (plain(weight), joined(mlp.up_proj.weight))))
     with checked(model):
         assert not torch.equal(mlp.gate_proj.weight, mlp.up_proj.weight)
         with pytest.raises(UnsoundUse, match="torch ignores that"):
