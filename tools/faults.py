@@ -59,7 +59,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 """What a rank may do, by name."""
 
 # What every start says.
-_PHASES = r"planned |each rank's |\w+ is not divided|\w+ on \d+ ranks: "
+_PHASES = r"tracing |choosing |proving |planned |each rank's |\w+ is not divided|\w+ on \d+ ranks: "
 PLACES = ("planning", "loading", "first step", "saving", "validation", "teardown")
 """Where in a run, in its order, every fault is tried."""
 

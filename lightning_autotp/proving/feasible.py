@@ -132,7 +132,10 @@ def _feasible(
                 seen_paths(solution, 0)
         except Ambiguous as error:
             if not error.module:
-                raise VerificationError(str(error)) from error
+                raise VerificationError(
+                    f"{error}: it goes where values say, and which type a tensor has does not follow from its lines."
+                    " Put what values decide into a module of its own, which is left whole then"
+                ) from error
             kind = type(model.get_submodule(error.module))
             alike = {path for path, module in model.named_modules() if type(module) is kind}
             graph = trace(model, inputs, graph.opaque | alike, device=graph.device)

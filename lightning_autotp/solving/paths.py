@@ -116,13 +116,24 @@ class SeenPath:
         """
         same = self.runs.setdefault(run.given, run)
         inside, returned = dict(run.inside), dict(run.returned)
+        left, left_before = dict(run.left), dict(same.left)
+        places = dict.fromkeys((*left_before, *left))
         self.runs[run.given] = replace(
             same,
             inside=tuple({**inside, **dict(same.inside)}.items()),
-            returned=tuple({**returned, **dict(same.returned)}.items()),
+            left=tuple((at, left_before.get(at, left.get(at, STATIC))) for at in places),
+            returned=tuple({**returned, **dict(same.returned), **dict(without_static(run.returned))}.items()),
         )
-        agree = all(inside.get(at, kind) == kind for at, kind in same.inside)
-        return agree and same.left == run.left and all(returned.get(at, kind) == kind for at, kind in same.returned)
+        return (
+            all(inside.get(at, kind) == kind for at, kind in same.inside)
+            and all(_may_be_one(left_before.get(at, STATIC), left.get(at, STATIC)) for at in places)
+            and all(_may_be_one(returned.get(at, kind), kind) for at, kind in same.returned)
+        )
+
+
+def _may_be_one(kind: Type, other: Type) -> bool:
+    """Whether a tensor may be of these types in turn: one that no parameter went into is whole, and has no gradient."""
+    return kind == other or (STATIC in (kind, other) and {kind, other} <= {STATIC, "I", "R"})
 
 
 class Ambiguous(Exception):
@@ -204,7 +215,8 @@ def seen_paths(solution: Solution, rank: int) -> dict[str, SeenPath]:
             continue
         found = types.run(run)
         if not seen[run.module].add(found):
-            raise Ambiguous(next(top for top in tops if _is_in(run.module, top)), f"the code of {run.module}")
+            where = run.module or "the model"
+            raise Ambiguous(next(top for top in tops if _is_in(run.module, top)), f"the code of {where}")
         if run.module not in graph.value_dependent:
             seen[run.module].constants.add(run.constants)
     divided = {top for top in tops if any(not _is_whole(path) for at, path in seen.items() if _is_in(at, top))}

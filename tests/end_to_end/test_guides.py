@@ -36,7 +36,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from trainer_ranks import run_trainer_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_autotp import AutoTPStrategy, grad_norms
+from lightning_autotp import AutoTPStrategy, grad_norms, parallelize
 from lightning_autotp.lightning.throughput import ThroughputMonitor
 from lightning_autotp.quantized.float8 import float8_of
 from lightning_autotp.quantized.weight import QuantizedWeight
@@ -159,6 +159,7 @@ OWN: dict[str, Callable[[], Any]] = {
     "trainer": trainer,
     "directory": lambda: ".",
     "seed": lambda: 3,
+    "layers": lambda: nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(2)),
 }
 FILES: dict[str, Callable[[Path], Any]] = {
     "last.ckpt": checkpoint,
@@ -224,6 +225,9 @@ def use(value: Any, made: dict[str, Any]) -> None:
         fitting.fit(Complete(), loader())
         if issubclass(value, BasePredictionWriter):
             fitting.predict(Complete(), loader())
+    elif inspect.isclass(value) and issubclass(value, nn.Module):
+        model = parallelize(call(value), dist.group.WORLD, example_inputs=(torch.ones(2, 6),))
+        assert model(torch.ones(2, 6)).isfinite().all()
     elif isinstance(value, Reader):
         if value.global_step == 0:
             value.fit(Complete(), loader())

@@ -27,12 +27,27 @@ class Block(nn.Module):
         return y
 
 
+class Front(nn.Module):
+    """Skips layers of the model's input, and gives that back where it skips all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training and torch.rand(()) < 0.5:
+                continue
+            x = x + layer(x)
+        return x
+
+
 class Dropped(nn.Module):
     """Skips layers by torch's, Python's and numpy's random numbers, in one or the other direction."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.front, self.first, self.last = Front(), nn.Linear(6, 8), nn.Linear(8, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(5))
         self.probability = 0.5
 
@@ -49,7 +64,7 @@ class Dropped(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
+        h = self.first(self.front(x))
         for at, block in enumerate(self.blocks):
             if self.training and self.skips(at):
                 continue
@@ -64,7 +79,7 @@ class Chosen(Dropped):
     """Runs some layers of several, and with each something that random numbers choose."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
+        h = self.first(self.front(x))
         for at in range(2):
             block = self.blocks[int(torch.randint(0, 5, (1,)))] if self.training else self.blocks[at]
             h = h + 0.5 * block(h).flip(1) if random.random() < 0.5 and self.training else h - block(h)
