@@ -40,7 +40,8 @@ def figures_of_synthetic_times(rank: int, size: int) -> tuple[dict[str, float], 
 
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
     collectives = mock.patch.multiple(dist, **{name: noted(name) for name in names})
-    with collectives, mock.patch.object(measuring, "_seconds", seconds):
+    sizes = mock.patch.dict(measuring._WIDTHS, cpu=(64, 128))
+    with collectives, sizes, mock.patch.object(measuring, "_seconds", seconds):
         return measuring._figures("cpu", size), {name for name, _ in timed}
 
 

@@ -50,6 +50,8 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "not resized": (ROWS, {"new_num_tokens": ROWS}),
     "not asked for": (ROWS, {}),
 }
+TRAINED = ("grown", "shrunk and padded", "not asked for")
+"""Ways after which the model trains, too; how it gets to its number of rows does not matter then."""
 IDS = token_batch(3, vocabulary=SMALLEST)["input_ids"]
 
 
@@ -66,7 +68,7 @@ def state_of(model: Any, parallel: bool) -> dict[str, Tensor]:
     return full_state_dict(model) if parallel else {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def resized(model: Any, parallel: bool, by: str = "", **asked: Any) -> dict[str, Any]:
+def resized(model: Any, parallel: bool, by: str = "", trains: bool = True, **asked: Any) -> dict[str, Any]:
     """What a model is right after it was resized, perhaps by a module in it, and as it trains on."""
     torch.manual_seed(3)
     returned = model.get_submodule(by).resize_token_embeddings(**asked)
@@ -78,7 +80,7 @@ def resized(model: Any, parallel: bool, by: str = "", **asked: Any) -> dict[str,
         "trained": [],
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
+    for _ in range(2 if trains else 0):
         optimizer.zero_grad()
         loss = loss_of(model)
         loss.backward()
@@ -116,7 +118,7 @@ def every_way(rank: int, world_size: int, family: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for way, (_, asked) in WAYS.items():
         model = copy.deepcopy(original)
-        seen[way] = resized(model, parallel=True, **asked)
+        seen[way] = resized(model, parallel=True, trains=way in TRAINED, **asked)
         seen[way]["local"] = model.get_input_embeddings().weight.shape[0]
         seen[way]["planned"] = {name: p.shape for p in model.autotp.plan.parameters for name in p.names}
     if family.startswith("tied"):
@@ -131,7 +133,10 @@ def wanted() -> Callable[[str], dict[str, dict[str, Any]]]:
 
     def of(family: str) -> dict[str, dict[str, Any]]:
         if family not in known:
-            known[family] = {way: resized(model_of(family), False, **asked) for way, (_, asked) in WAYS.items()}
+            known[family] = {
+                way: resized(model_of(family), parallel=False, trains=way in TRAINED, **asked)
+                for way, (_, asked) in WAYS.items()
+            }
             known[family]["original"] = known[family]["not asked for"]
             if family.startswith("tied"):
                 known[family]["by the base"] = resized(model_of(family), False, "model", new_num_tokens=140)
