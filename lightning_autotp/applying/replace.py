@@ -322,7 +322,7 @@ class BoundaryConversion:
             shown = self._for_this_batch(tensor)[0] if self.plan.target.grows else self.plan.target
             assert isinstance(shown, Shard)
             return VocabParallelLogits(tensor, shown, self.group)
-        if not tensor.requires_grad and not has_values(tensor) and tensor.shape == self._local_shape():
+        if not tensor.requires_grad and not has_values(tensor) and self._is_local(tensor):
             return tensor  # in a trace that looks for sizes: the comparison tells that nothing was converted here
         source, target = self._for_this_batch(tensor)
         if isinstance(source, Invariant | Shard) and isinstance(target, Replicate):
@@ -373,10 +373,19 @@ class BoundaryConversion:
         here = Shard(((dim, now),))
         return (here, target) if is_sharded else (source, here)
 
-    def _local_shape(self) -> tuple[int, ...] | None:
-        """Shape of this rank's part, where a tensor that is whole is to be cut in the trace."""
-        is_cut = isinstance(self.plan.source, Invariant) and isinstance(self.plan.target, Shard)
-        return local_shape(self.plan.shape, self.plan.target, self.group.rank) if is_cut else None
+    def _is_local(self, tensor: Tensor) -> bool:
+        """Whether a tensor that is to be cut has the shape of this rank's part already, in a trace."""
+        target = self.plan.target
+        if not (isinstance(self.plan.source, Invariant) and isinstance(target, Shard)):
+            return False
+        if tensor.shape != local_shape(self.plan.shape, target, self.group.rank):
+            return False
+        axis = target.cuts[0].grown_axis if len(target.cuts) == 1 else None
+        if axis is None:
+            return True
+        # Of other calls a whole tensor may be as long. Before anything is sharded in a call, everything is whole.
+        whole = self.lengths.whole(axis)
+        return whole is not None and target.cuts[0].of_units(whole).size != tensor.shape[target.dims[0][0]]
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook with keyword arguments."""

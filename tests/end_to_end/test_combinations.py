@@ -73,6 +73,11 @@ def test_a_compiled_model_of_several_copies_is_evaluated() -> None:
 
 
 @pytest.mark.nightly
+def test_a_batch_may_have_as_many_pictures_as_a_rank_has_of_the_planned_one() -> None:
+    check(tried(given("convnext shapes=rows sequence_parallel=yes")))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", [*KEPT, *OFFLOADED])
 def test_what_saves_memory_goes_with_other_sizes_and_compiled_blocks(text: str) -> None:
     check(tried(given(text)))
