@@ -8,6 +8,7 @@ is missing where code calls a part of that instead.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class GatheredForCall:
         """
         if not isinstance(self._model, FSDPModule):
             return
-        around, block = self._block_around(module)
+        around, block = self._blocks.get(module, ("", None))
         if block is not None and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{path} is called on its own with gradients, which FSDP2 averages over the copies for {around} as a"
@@ -71,12 +72,14 @@ class GatheredForCall:
             self._block = block
             block.unshard()
 
-    def _block_around(self, module: nn.Module) -> tuple[str, FSDPModule | None]:
-        """The innermost block that FSDP2 gathers for its own call and that has the module in it, and its path."""
-        found: tuple[str, FSDPModule | None] = "", None
+    @cached_property
+    def _blocks(self) -> dict[nn.Module, tuple[str, FSDPModule]]:
+        """For each module in a block that FSDP2 gathers for its own call, the innermost one: its path, and itself."""
+        found: dict[nn.Module, tuple[str, FSDPModule]] = {}
         for path, block in own_modules(self._model):
-            if path and isinstance(block, FSDPModule) and any(module is inner for inner in block.modules()):
-                found = path, block if block is not module else None
+            if path and isinstance(block, FSDPModule):
+                found |= dict.fromkeys(block.modules(), (path, block))
+                del found[block]
         return found
 
     def part_returned(self, output: Any) -> Any:

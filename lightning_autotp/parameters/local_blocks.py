@@ -32,12 +32,12 @@ def plain(tensor: Tensor) -> Tensor:
 
     Of a quantized weight these are the numbers that it stands for, in memory of their own.
     """
-    return _detached(tensor, lambda whole: whole.to_local())
+    return _detached(tensor, DTensor.to_local)
 
 
 def joined(tensor: Tensor) -> Tensor:
     """This rank's tensor-parallel part, whole over the data axis. Collective over the data axis for a ``DTensor``."""
-    return _detached(tensor, lambda whole: whole.full_tensor())
+    return _detached(tensor, DTensor.full_tensor)
 
 
 def _detached(tensor: Tensor, of: Callable[[DTensor], Tensor]) -> Tensor:

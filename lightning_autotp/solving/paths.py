@@ -116,17 +116,16 @@ class SeenPath:
         """
         same = self.runs.setdefault(run.given, run)
         inside, returned = dict(run.inside), dict(run.returned)
-        left, left_before = dict(run.left), dict(same.left)
-        places = dict.fromkeys((*left_before, *left))
+        left, before = dict(run.left), dict(same.left)
         self.runs[run.given] = replace(
             same,
             inside=tuple({**inside, **dict(same.inside)}.items()),
-            left=tuple((at, left_before.get(at, left.get(at, STATIC))) for at in places),
+            left=tuple({**left, **before}.items()),
             returned=tuple({**returned, **dict(same.returned), **dict(without_static(run.returned))}.items()),
         )
         return (
             all(inside.get(at, kind) == kind for at, kind in same.inside)
-            and all(_may_be_one(left_before.get(at, STATIC), left.get(at, STATIC)) for at in places)
+            and all(_may_be_one(before.get(at, STATIC), left.get(at, STATIC)) for at in {**left, **before})
             and all(_may_be_one(returned.get(at, kind), kind) for at, kind in same.returned)
         )
 
