@@ -8,7 +8,7 @@ from typing import Any
 from torch import Generator, Tensor
 
 from lightning_autotp.operators import record
-from lightning_autotp.operators.graph import Operator, Ref
+from lightning_autotp.operators.graph import WRITTEN_THROUGH, Operator, Ref
 from lightning_autotp.private.torch_private import schema_of
 
 
@@ -16,7 +16,7 @@ def written_through(view: Operator) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The operator that writes through a view into the tensor that it looks at, and its arguments after these two."""
     known = record(view.name)
     rest = tuple((name, value) for name, value in view.arguments if name != "self")
-    return known.scatter if known and known.scatter else f"write through {view.name.split('.')[1]}", rest
+    return known.scatter if known and known.scatter else WRITTEN_THROUGH + view.name, rest
 
 
 def named_arguments(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, Any], ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_autotp.capture.synthetic_draws import HIGH, extreme
 from lightning_autotp.operators import record
-from lightning_autotp.operators.graph import Graph, Operator, Ref, refs
+from lightning_autotp.operators.graph import WRITTEN_THROUGH, Graph, Operator, Ref, refs
 from lightning_autotp.private.torch_private import schema_of
 
 
@@ -120,7 +120,7 @@ class StaticEvaluator:
     def _run(self, operator: Operator) -> list[Tensor]:
         if operator.name == "boundary":
             return [self._now(operator.inputs[0])]
-        space, _, rest = operator.name.partition(".")
+        space, _, rest = operator.name.removeprefix(WRITTEN_THROUGH).partition(".")
         packet, _, overload = rest.partition(".")
         try:
             function = getattr(getattr(getattr(torch.ops, space), packet), overload)
@@ -131,9 +131,14 @@ class StaticEvaluator:
             }
             if "device" in values:
                 values["device"] = torch.device("cpu")
+            written = values.pop("src") if operator.name.startswith(WRITTEN_THROUGH) else None
             positional = [values.pop(a.name) for a in schema_of(function).arguments if not a.kwarg_only]
 
             def run() -> list[Tensor]:
+                if written is not None:
+                    base = positional[0].clone()
+                    function(base, *positional[1:], **values).copy_(written)
+                    return [base]
                 result = function(*positional, **values)
                 return [result] if isinstance(result, Tensor) else list(result)
 

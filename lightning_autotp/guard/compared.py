@@ -101,8 +101,11 @@ class ComparedValues:
         with without_modes():
             for key, tensor in leaves_of(value):
                 with_gradient = places.get(Boundary(path, side, key))
-                # Logits that show themselves whole, and the like, are no tensors that are alike.
+                # Logits that show themselves whole, and the like, are no tensors that are alike. A module may take
+                # numbers in one call and indices in the next.
                 if with_gradient is None or type(tensor) not in (Tensor, nn.Parameter) or not has_values(tensor):
+                    continue
+                if not (tensor.is_floating_point() or tensor.is_complex()):
                     continue
                 place = f"{_SIDES[side]} of {path or type(self.model).__name__}"
                 self._forward.note(place, tensor)

@@ -26,6 +26,9 @@ ASKED = "value asked for"
 MAPPED = "transformed."
 """Before the name of an operator that ran under ``torch.vmap``: ``transformed.aten.add.Tensor``."""
 
+WRITTEN_THROUGH = "write through "
+"""Before the name of a view's operator, the one that puts its second input where that view of its first one lies."""
+
 KEPT = "value kept"
 """Name of the operator that stands, after the forward, for a module's new buffer or other attribute ``name``."""
 

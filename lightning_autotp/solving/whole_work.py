@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from lightning_autotp.layouts.plan import WholeWork
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import Relation, record
-from lightning_autotp.operators.graph import ASKED, MAPPED, OPAQUE
+from lightning_autotp.operators.graph import ASKED, MAPPED, OPAQUE, WRITTEN_THROUGH
 from lightning_autotp.solving.tables import Tables
 
 
@@ -74,5 +74,5 @@ def _share(layout: Layout | None) -> float:
 def _is_unknown(relation: Relation) -> bool:
     """Whether it is a kernel that is not declared, or a module that could not be traced."""
     name = relation.operator.name
-    is_torchs = name == ASKED or name.startswith((MAPPED, "aten.", "record:", "write through"))
+    is_torchs = name == ASKED or name.startswith((MAPPED, "aten.", "record:", WRITTEN_THROUGH))
     return name == OPAQUE or (record(name) is None and not is_torchs)
