@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, MappingProxyType
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -80,9 +79,8 @@ class LocalForward:
     Calls that other modules make meanwhile are theirs: the module's children pause it while they run.
 
     A planned call may be left out where the module takes a tensor from a cache instead of computing it again (the keys
-    of a cross-attention, the buckets that Reformer's backward pass gives its layers): if the tensors whose layouts were
-    to change there are not made either, and if the module makes no call that it did not make in an earlier run with all
-    planned ones, so that no other call can have come in its place.
+    of a cross-attention): if only numbers were to be changed there, and if the module makes no call that it did not
+    make in an earlier run with all planned ones, so that no other call can have come in its place.
 
     Args:
         module: the module.
@@ -99,8 +97,6 @@ class LocalForward:
         self.runs: tuple[frozenset[CallSite], ...] = ()  # of traced ones without all planned calls: those they make
         self.running: list[_LocalCalls] = []
         self.known: set[Line] | None = None  # calls of runs with all planned ones
-        self.converts = any(here.converts for here in changes.values())
-        self.makers: dict[CallSite, set[Line | None]] = {}  # what made the tensors that change their layout at a call
         self.as_written: set[CallSite] = set()  # planned calls whose callers' own torch.compile was switched off
         for child in module.children():
             child.register_forward_pre_hook(self._pause)
@@ -223,9 +219,7 @@ class LocalForward:
 
     def _is_needed(self, site: CallSite, mode: _LocalCalls) -> bool:
         """Whether the run is another computation without this call."""
-        if (site.file, site.line, site.function) in mode.made:
-            return True
-        return self.changes[site].converts and not self.makers[site].isdisjoint((None, *mode.made))
+        return self.changes[site].converts or (site.file, site.line, site.function) in mode.made
 
     @staticmethod
     def _is_run(calls: frozenset[CallSite], missed: list[CallSite], mode: _LocalCalls) -> bool:
@@ -255,7 +249,6 @@ class _LocalCalls(TorchFunctionMode):
         self.counts = dict(counts)
         self.seen: set[CallSite] = set()
         self.made: set[Line] = set()
-        self.makers: dict[int, tuple[ref[Tensor], Line]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -265,24 +258,14 @@ class _LocalCalls(TorchFunctionMode):
             with self:
                 return inside(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return self._call(func, args, kwargs, key_while_compiling(func), None)
-        caller = calling_frame(func, sys._getframe(1))
-        key = call_key(caller, func)
-        if key[0] == __name__:  # what is run again is the function itself, which torch's checkpoint called
-            lines = (line for line in self.owner.lines if line[0] == checkpoint.__module__ and line[2] == key[2])
-            key = next(lines, key)
-        self.made.add(key)
-        result = self._call(func, args, kwargs, key, caller)
-        if self.owner.converts:
-            for leaf in call_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self.makers[id(leaf)] = ref(leaf), key
-        return result
-
-    def _call(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Line, caller: FrameType | None
-    ) -> Any:
-        """Make a call, with its changes if it is planned; ``caller`` is not known in code that is being compiled."""
+            key = key_while_compiling(func)
+        else:
+            caller = calling_frame(func, sys._getframe(1))
+            key = call_key(caller, func)
+            if key[0] == __name__:  # what is run again is the function itself, which torch's checkpoint called
+                lines = (line for line in self.owner.lines if line[0] == checkpoint.__module__ and line[2] == key[2])
+                key = next(lines, key)
+            self.made.add(key)
         if key not in self.owner.lines:
             return func(*args, **kwargs)
         occurrence = self.counts[key] = self.counts.get(key, -1) + 1
@@ -293,14 +276,11 @@ class _LocalCalls(TorchFunctionMode):
             changes = self.owner.changes.get(site)
         if changes is None:
             return func(*args, **kwargs)
+        if not torch.compiler.is_compiling() and site not in self.owner.as_written:
+            _let_run_as_written(caller)
+            self.owner.as_written.add(site)
         self.seen.add(site)
         given = args, kwargs
-        if caller is not None:
-            if site not in self.owner.as_written:
-                _let_run_as_written(caller)
-                self.owner.as_written.add(site)
-            if changes.converts:
-                self.owner.makers.setdefault(site, set()).update(self._makers(changes, call_leaves(given)))
         try:
             for leaf, change in changes.arguments:
                 args, kwargs = replace_leaf((args, kwargs), leaf, change)
@@ -320,16 +300,6 @@ class _LocalCalls(TorchFunctionMode):
                 f"was traced ({error}): give example_inputs that are passed as your training step passes them"
             ) from None
         return result
-
-    def _makers(self, changes: CallChanges, arguments: list[Any]) -> Iterator[Line | None]:
-        """The calls that made what changes its layout, or goes into another implementation; ``None``: none in here."""
-        if changes.run is not None:
-            yield None
-        for leaf, _ in changes.arguments:
-            for tensor in arguments[leaf : leaf + 1]:
-                if isinstance(tensor, Tensor):
-                    found, line = self.makers.get(id(tensor), (None, None))
-                    yield line if found is not None and found() is tensor else None
 
 
 def _let_run_as_written(caller: FrameType) -> None:

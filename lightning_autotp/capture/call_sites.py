@@ -58,6 +58,15 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_in_function(frame: FrameType) -> bool:
+    """Whether code runs inside of an autograd function that is none of torch's own, as those of checkpoints are."""
+    functions = (each.f_locals["cls"] for each in frames_from(frame) if each.f_code is _APPLY)
+    return any(not function.__module__.startswith("torch.") for function in functions)
+
+
+_APPLY = torch.autograd.Function.apply.__code__
+
+
 def call_key(frame: FrameType, func: Any) -> tuple[str, int, str]:
     """File, line and function of a call, as a :class:`~lightning_autotp.layouts.places.CallSite` has them."""
     file = str(frame.f_globals.get("__name__", frame.f_code.co_filename))

@@ -285,6 +285,7 @@ class Renaming:
             self.value(one.written),
             one.instruction,
             run,
+            one.in_function,
         )
 
     def run(self, one: ModuleRun) -> ModuleRun:

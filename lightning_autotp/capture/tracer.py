@@ -28,6 +28,7 @@ from lightning_autotp.capture.call_sites import (
     call_leaves,
     calling_frame,
     grouped_leaves,
+    is_in_function,
     is_user_code,
     source_line,
 )
@@ -266,6 +267,7 @@ class Tracer(PreDispatchMode):
         self.begun.append(len(self.graph.tensors))
         self.calls.counts.append({})
         self.calls.runs.append(len(self.graph.entered))
+        self.calls.in_function.append(self.calls.in_function[-1] or is_in_function(sys._getframe(1)))
         self.graph.entered.append(module)
 
     def leave(self) -> None:
@@ -274,6 +276,7 @@ class Tracer(PreDispatchMode):
         self.begun.pop()
         self.calls.counts.pop()
         self.calls.runs.pop()
+        self.calls.in_function.pop()
 
     def value(self, tensor: Tensor) -> Tensor:
         """The value of a tensor, on the CPU.
@@ -653,6 +656,7 @@ class Calls(TorchFunctionMode):
         self.numbers: Sequence[int] = ()
         self.counts: list[dict[Any, int]] = [{}]
         self.runs = [0]
+        self.in_function = [False]
         self._sources: dict[tuple[str, int], str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -721,7 +725,9 @@ class Calls(TorchFunctionMode):
         results = tuple(self._leaf(leaf) for leaf in call_leaves(result))
         made = self._made(result)
         given_to, overwritten = tuple(arguments), tuple(written)
-        calls[number] = TorchCall(module, site, given_to, results, groups, made, overwritten, instruction, run)
+        calls[number] = TorchCall(
+            module, site, given_to, results, groups, made, overwritten, instruction, run, self.in_function[-1]
+        )
         return result
 
     def _sized(self, func: Any, tensor: Any, dims: Sequence[Any], told: Any, notes: Notes) -> Any:

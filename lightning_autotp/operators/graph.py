@@ -54,6 +54,8 @@ class TorchCall:
         written: leaves of its arguments that it writes in place, each with what it is then.
         instruction: the instruction of the code that makes it, which tells calls on one line apart.
         run: the run of the module that makes it: its index in :attr:`Graph.entered`.
+        in_function: whether the module runs inside of an autograd function, whose backward pass may run its code again
+            in another way, which no trace shows (Reformer's reversible layers).
     """
 
     module: str
@@ -65,6 +67,7 @@ class TorchCall:
     written: tuple[tuple[int, Ref], ...] = ()
     instruction: int = -1
     run: int = 0
+    in_function: bool = False
 
 
 Constant = float | str | None

@@ -32,7 +32,8 @@ def open_calls(graph: Graph, implementations: Implementations, bare: Collection[
         implementations: what layers may become.
         bare: modules of which another graph has shown that they use a matrix otherwise than such layers do.
     """
-    calls = _reading_bare_matrices(graph, implementations, bare) | _adding_results(graph)
+    found = _reading_bare_matrices(graph, implementations, bare) | _adding_results(graph)
+    calls = {call for call in found if call < 0 or not graph.calls[call].in_function}
     if not calls:
         return graph
     opened = replace(
@@ -213,6 +214,8 @@ def static_operands(graph: Graph, implementations: Implementations) -> dict[tupl
         if operator.call < 0 or operators[operator.call] > 1 or implementations.is_layer(operator):
             continue  # a parallel layer makes other calls
         call = graph.calls[operator.call]
+        if call.in_function:
+            continue
         for leaf, value in enumerate(call.arguments):
             if not isinstance(value, Ref) or not graph.tensors[value.tensor].is_static:
                 continue
@@ -232,5 +235,6 @@ def private_draws(graph: Graph, drawing: Collection[Operator]) -> frozenset[int]
     """
     counts = Counter(operator.call for operator in drawing)
     common = (operator for operator in drawing if dict(operator.arguments).get("generator") is None)
-    alone = {id(operator) for operator in common if operator.call >= 0 and counts[operator.call] == 1}
+    of_calls = (operator for operator in common if operator.call >= 0 and not graph.calls[operator.call].in_function)
+    alone = {id(operator) for operator in of_calls if counts[operator.call] == 1}
     return frozenset(position for position, operator in enumerate(graph.operators) if id(operator) in alone)
