@@ -18,6 +18,7 @@ from distributed import run_ranks
 from lightning import seed_everything
 from tiny import Decoder, decoder_batch, meta_model, tiny_config, tiny_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSequenceClassification
 
 from lightning_autotp.capture import capture as capturing
@@ -367,6 +368,68 @@ def test_what_python_makes_of_numbers_has_a_value() -> None:
     graph = capture(Counting(), (torch.zeros(6, 4), torch.tensor([1, 2])))
     assert not graph.opaque
     assert graph.tensors[graph.outputs[0]].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.reshape(-1)[0],
+        lambda x: x.view(4, 3)[0],
+        lambda x: x.t()[0],
+        lambda x: x.permute(1, 0)[1:, 0],
+        lambda x: x.diagonal(),
+        lambda x: x.unsqueeze(1)[:, 0].flatten()[2:4],
+    ],
+)
+def test_what_is_written_through_a_view_has_a_value(view: Callable[[Tensor], Tensor]) -> None:
+    def written(device: str) -> list[int]:
+        x = torch.stack([torch.arange(6, device=device), torch.arange(6, device=device) + 7])
+        view(x).add_(100)
+        return torch.tensor([x.max(), *x.sum(0)], device=device).tolist()
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if written(str(x.device)) != expected:
+                raise ValueError("the values are lost")
+            result: Tensor = self.linear(x)
+            return result
+
+    expected = written("cpu")
+    assert not capture(Positions(), torch.zeros(6, 4)).opaque
+
+
+class Reversible(torch.autograd.Function):
+    """Its backward pass may run the module another way."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
+        return x + module(x)
+
+
+@pytest.mark.parametrize("around", ["an autograd function", "a checkpoint", "nothing"])
+def test_calls_in_autograd_functions_are_told_apart(around: str) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor
+            if around == "an autograd function":
+                result = Reversible.apply(self.inner, x)
+            elif around == "a checkpoint":
+                result = x + checkpoint(self.inner, x, use_reentrant=True)
+            else:
+                result = x + self.inner(x)
+            return result.sin()
+
+    calls = {call.site.function: call.in_function for call in capture(Around(), torch.zeros(2, 4)).calls}
+    assert calls["linear"] == (around == "an autograd function")
+    assert not calls["sin"]
 
 
 class Doubled(torch.autograd.Function):
