@@ -121,15 +121,19 @@ def _train(model: nn.Module, batches: list[Tensor], steps: int) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
-        losses.append(model(batches[step % len(batches)]))
+        loss = model(batches[step % len(batches)])
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.ndim]
+        losses.append(loss + sum(buffer.square().mean() for buffer in buffers))
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
+        for buffer in buffers if step == 1 else ():
+            buffer[1:2] *= 0.5
     return [loss.detach() for loss in losses]
 
 
 def _same(model: nn.Module, batch: Tensor, name: str, backend: str = "") -> None:
-    """Train, evaluate and train on: losses, buffers and states are those of one process."""
+    """Train, evaluate and train on, with buffers in the loss and rows of them written: all is as in one process."""
     local = copy.deepcopy(model)
     parallelize(local, dist.group.WORLD, example_inputs=batch)
     batches = [batch, batch.flip(0) + 0.5]

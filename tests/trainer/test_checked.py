@@ -355,6 +355,9 @@ def uses(rank: int, size: int) -> None:
         optimizer.step()
         with pytest.raises(UnsoundUse, match=r"mean on lm_head\.weight"):
             optimizer.state[model.lm_head.weight]["exp_avg"].mean()
+        with pytest.raises(UnsoundUse, match=r"on lm_head\.weight"):
+            optimizer.state[model.lm_head.weight]["exp_avg"][1:3] = 0.0
+        optimizer.state[model.lm_head.weight]["exp_avg"].mul_(0.5)
 
 
 def test_uses_of_a_part_are_errors_and_others_go_on() -> None:
