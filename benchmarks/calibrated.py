@@ -36,10 +36,14 @@ PAGE = Path(__file__).parent.parent / "docs" / "calibrated-times.md"
 REACH = 0.15
 """How far off a prediction may be."""
 COMPILED = "lightning_autotp, compiled"
-NOT_PREDICTED = (
-    "Not in a prediction: Python's own time; and that the C library asks the operating system anew for each result of"
-    " more than 32 MiB, which a processor then writes several times as slowly as others. The logits of 128,256 words"
-    " are such a result in one process and where they are read; a loss in parts has none."
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""Environment in which the C library keeps memory that is freed, as PyTorch's allocator does on a GPU."""
+ON_MEMORY = (
+    "All processes keep memory that is freed (`"
+    + " ".join(f"{name}={value}" for name, value in KEEP_MEMORY.items())
+    + "`), as PyTorch's allocator does on a GPU. By default the C library asks the operating system anew for each"
+    " result of more than 32 MiB, and a processor writes such memory several times as slowly. Not in a prediction is"
+    " Python's own time."
 )
 HEADER = (
     "system",
@@ -192,7 +196,7 @@ def to_markdown(
         "*compiled* is predicted as the same code without a compiler, and not ranked: it is not known what one fuses."
         " *of one process* is the share of one process's step, predicted and measured.",
         "",
-        NOT_PREDICTED,
+        ON_MEMORY,
     ]
     if missing := [name for name in CASES if name != TINY and name not in found]:
         lines += ["", f"Not measured in this run: {'; '.join(missing)}."]
@@ -221,6 +225,7 @@ def main(
     found: dict[str, list[Row]] = {}
     loads: list[float] = []
     console = Console(width=120)
+    os.environ |= KEEP_MEMORY  # of the processes that are started
     before = measure_machine(ranks, "cpu")
     for name in wanted:
         steps = measure_steps(name, ranks, rounds, list(OURS), 0)

@@ -9,8 +9,9 @@ The proof is of a trace. Running code may go another way for one of two reasons,
 * **It asks what no trace shows**: whether a tensor is fake, an environment variable, a global flag. That may be any
   module, so all others are followed in the first call of each kind, and at rare intervals after it. A line that was not
   seen may do what it likes with tensors of which every rank has all, and may take single elements of parts, each with
-  the same of others: not with its position, or with a random number. Ranks that took a part for the whole (its norm,
-  say) might well agree on the result.
+  the same of others: not with its position, or with a random number. It may repeat or reshape a part in the dims before
+  the one that is cut (as code repeats heads for a kernel that takes no groups). Ranks that took a part for the whole
+  (its norm, say) might well agree on the result.
 
 Any other step is an error before it happens, so before anything is communicated at it, on every rank: the values that
 decide are the same on all, and so is the code.
@@ -101,6 +102,9 @@ _NUMBERS = Tensor.tolist, Tensor.numpy
 _AS_ANOTHER = Tensor.to, Tensor.type_as
 """Functions that take no elements of their second argument."""
 _WHOLE = ("I", "R", *_NEUTRAL)
+_VIEWED = "viewed"
+"""Of what a line that was not seen makes of a part by one of these functions, until the result's shape is known."""
+_VIEWING = (Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.unsqueeze, Tensor.view, torch.reshape)
 
 Undo = Callable[[], None]
 
@@ -442,6 +446,8 @@ class _Run:
         """Note the types of what a call gave, and of what it wrote."""
         found = [leaf for leaf in call_leaves(result) if isinstance(leaf, Tensor)]
         kinds = outcome.results * len(found) if len(outcome.results) == 1 else outcome.results
+        if outcome.results == (_VIEWED,):
+            kinds = tuple(self._type_of_view(call, tensor) for tensor in found)
         if len(kinds) != len(found) or not all(map(_has_length, found, kinds)):
             kinds = self._otherwise(call, found)
         if any(self.type(tensor) == _OWN for tensor in call.tensors):
@@ -526,9 +532,33 @@ class _Run:
                 return None
             more = longest - lengths.pop()
             made = ShardType(tuple((dim + more, cut, length) for dim, cut, length in part.dims))
+        elif (
+            call.func in _VIEWING
+            and len(call.tensors) == 1
+            and all(isinstance(part, ShardType) for part in parts)
+            and not _is_indexed(call)
+        ):
+            made = _VIEWED
         else:
             return None
         return Outcome((made,), ((0, made),) if self._is_written(call) else ())
+
+    def _type_of_view(self, call: _Call, made: Tensor) -> Type:
+        """What is a part by its last dims, from the first one that is cut on, which must be those of the part before.
+
+        Raises:
+            UnseenPath: if they are not.
+        """
+        (tensor,) = call.tensors
+        part = self.type(tensor)
+        if isinstance(part, ShardType):
+            with without_functions():
+                first, more = min(dim for dim, *_ in part.dims), made.dim() - tensor.dim()
+                if made.shape[max(first + more, 0) :] == tensor.shape[first:]:
+                    return ShardType(tuple((dim + more, cut, length) for dim, cut, length in part.dims))
+        raise self.refusal(
+            self.code.model, self.path, f"it calls {said_line(call.line)}, and the dim that is cut is another"
+        )
 
     def _static(self, call: _Call) -> Type:
         """What a line that was not seen makes of no parameter."""
@@ -675,6 +705,11 @@ class _Calls(TorchFunctionMode):
 def _is_of_a_mode(call: _Call) -> bool:
     """Whether a dispatch mode of the user's calls an operator that comes to it (``FlopCounterMode``, say)."""
     return is_operator(call.func) and any(code.co_name == "__torch_dispatch__" for code in _codes(call.caller))
+
+
+def _is_indexed(call: _Call) -> bool:
+    """Whether a call takes some elements only: its index is more than whole dims and new ones."""
+    return call.func is Tensor.__getitem__ and not all(leaf is None or leaf is Ellipsis for leaf in call.groups[1])
 
 
 def _codes(frame: FrameType | None) -> Iterator[CodeType]:

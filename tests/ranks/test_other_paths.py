@@ -461,6 +461,8 @@ PLACED: dict[str, Callable[[Tensor], Tensor]] = {
     "ones written by position": ones_written_by_position,
     "ones written through a view": ones_written_through_a_view,
     "a norm among more": norm_among_more,
+    "features in pairs": lambda hidden: 1 + 0 * hidden.reshape(*hidden.shape[:2], -1, 2),
+    "features in another order": lambda hidden: hidden[..., list(range(hidden.shape[-1]))[::-1]],
 }
 """Elementwise with a part, but each rank takes its own positions, random numbers or elements."""
 
@@ -473,6 +475,14 @@ def alike(hidden: Tensor) -> Tensor:
     rows = torch.arange(hidden.shape[1])[:, None]
     own = torch.zeros(hidden.shape).copy_(hidden)
     return own * number * one * twos * repeated * rows
+
+
+def repeated(block: NormedBlock, normed: Tensor, hidden: Tensor) -> Tensor:
+    """Rows are repeated, as code repeats heads, and their mean is taken afterwards."""
+    rows, length, width = hidden.shape
+    several = hidden[:, None, :, :].expand(rows, 3, length, width).reshape(rows * 3, length, width)
+    out: Tensor = block.out(several.relu()).view(rows, 3, length, -1).mean(1)
+    return out
 
 
 RUNS = {"number": 0}
@@ -746,7 +756,8 @@ def said_of(rank: int, size: int, ways: list[Way]) -> dict[tuple[str, bool, bool
     for transform in (torch.func.grad, torch.func.vmap):
         with pytest.raises(RuntimeError, match=r"is called under a function transform .* create_graph=True"):
             transform(lambda x: model(x[None]).sum())(x)
-    assert outcome_of(partial(NormedBlock, times(alike))) == ""
+    for use in times(alike), repeated:
+        assert outcome_of(partial(NormedBlock, use)) == ""
     if size == 2:
         said |= {(f"around: {name}", False, False): error for name, error in said_around(rank, size).items()}
     return said
