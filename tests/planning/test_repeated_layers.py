@@ -411,6 +411,18 @@ def test_layers_run_of_whose_insides_something_is_collected(traces: Traces) -> N
     traces.check(lambda: capture(model, [batch, batch]))  # in the second call the hooks are there that collect it
 
 
+def test_a_list_may_have_none_among_its_layers(traces: Traces) -> None:
+    class Sparse(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x if block is None else block(x)
+            return x
+
+    model = Sparse(ordinary)
+    model.blocks[2] = None  # type: ignore[assignment]
+    assert len(traces.check(lambda: capture(model, torch.randn(3, 5, WIDTH)))) > 0
+
+
 class Scale(float):
     pass
 
