@@ -402,6 +402,22 @@ def test_what_is_written_through_a_view_has_a_value(view: Callable[[Tensor], Ten
     assert not capture(Positions(), torch.zeros(6, 4)).opaque
 
 
+def test_an_einsum_of_what_follows_from_the_batch_alone_has_sizes() -> None:
+    class Rotary(nn.Module):
+        """Rows of angles as many as tokens, of which the code asks."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            angles = torch.einsum("i, j -> i j", torch.arange(x.shape[1]).float(), torch.ones(8))
+            result: Tensor = self.linear(x) * angles[: x.shape[1] if angles.shape[0] > 2 else 1]
+            return result
+
+    assert not capture(Rotary(), torch.zeros(2, 5, 8)).opaque
+
+
 class Reversible(torch.autograd.Function):
     """Its backward pass may run the module another way."""
 
