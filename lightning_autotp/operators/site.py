@@ -187,7 +187,7 @@ class Site:
         self._linear(tensors[True], tensors[False])
 
     def linear_in_one(self, name: str) -> None:
-        """The operator is linear in any one tensor of a list, the others being fixed: the first that varies, if any does."""
+        """The operator is linear in any one tensor of a list, the others being fixed: the first that varies, if any."""
         tensors = [ref.tensor for ref in self[name]]
         varying = [tensor for tensor in tensors if not self._graph.tensors[tensor].is_static]
         chosen = next((tensor for tensor in varying if tensor not in self._graph.parameters), (varying or tensors)[0])
