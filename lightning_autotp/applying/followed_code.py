@@ -530,8 +530,7 @@ class _Run:
                 longest = max(tensor.dim() for tensor in call.tensors)
             if not isinstance(part, ShardType) or len(lengths) > 1:
                 return None
-            more = longest - lengths.pop()
-            made = ShardType(tuple((dim + more, cut, length) for dim, cut, length in part.dims))
+            made = part.behind(longest - lengths.pop())
         elif (
             call.func in _VIEWING
             and len(call.tensors) == 1
@@ -555,7 +554,7 @@ class _Run:
             with without_functions():
                 first, more = min(dim for dim, *_ in part.dims), made.dim() - tensor.dim()
                 if made.shape[max(first + more, 0) :] == tensor.shape[first:]:
-                    return ShardType(tuple((dim + more, cut, length) for dim, cut, length in part.dims))
+                    return part.behind(more)
         raise self.refusal(
             self.code.model, self.path, f"it calls {said_line(call.line)}, and the dim that is cut is another"
         )

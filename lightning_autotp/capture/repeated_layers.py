@@ -171,7 +171,7 @@ class RepeatedLayers:
         for path, container in model.named_modules():
             if not isinstance(container, nn.ModuleList | nn.Sequential):
                 continue
-            modules = (member for member in container if member is not None)  # x-transformers' lists have both
+            modules = (member for member in container if member is not None)  # a list may have None in it
             members = [member for member in modules if next(member.children(), None) is not None]
             own = [member for member in members if places.paths[member].rpartition(".")[0] == path]
             kinds = list[_Kind]()

@@ -44,6 +44,10 @@ class ShardType:
     def __str__(self) -> str:
         return f"S({', '.join(str(dim) for dim, *_ in self.dims)})"
 
+    def behind(self, more: int) -> ShardType:
+        """The type of such a part behind so many more dims."""
+        return ShardType(tuple((dim + more, cut, length) for dim, cut, length in self.dims))
+
 
 Type = str | ShardType
 """``I``, ``R``, ``P``, a part, or one of tensors that no parameter went into."""
