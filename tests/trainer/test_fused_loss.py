@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -559,3 +561,59 @@ def test_models_compute_no_logits_for_their_loss(copies: int, families: list[str
                 )
             assert seen["largest"] < output.logits[..., :1001].numel() / copies / 2, family
             assert seen["said"], family
+
+
+# --- with copies ---
+
+
+def ways_with_copies(rank: int, size: int) -> int:
+    """Every way and option with copies, of which FSDP2 gathers the head: each copy's loss, the mean of the gradients.
+
+    Returns:
+        How many were tried.
+    """
+    linear_cross_entropy.PART_TOKENS, linear_cross_entropy.PART_LOGITS = 5, 1
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
+    whole = tiny_model("llama", num_hidden_layers=1).double()
+    model = copy.deepcopy(whole)
+    parallelize(model, mesh["tensor"].get_group(), data_mesh=mesh["data"])
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(131, generator=generator, dtype=torch.double) + 0.1
+    ids = torch.randint(0, 131, (2, BATCH, LENGTH), generator=generator)  # of both copies
+    targets = ids.clone()
+    targets[0, 0, 2:5] = targets[1, 1, 6:] = -100
+    cases: dict[str, Loss] = {**SHIFTED, **LOOKED}
+    for reduction, smoothing, weight in itertools.product(("mean", "sum", "none"), (0.0, 0.3), (None, weights)):
+        options = {"reduction": reduction, "label_smoothing": smoothing, "weight": weight}
+        cases[f"{reduction}, {smoothing}, weight {weight is not None}"] = partial(upstreamed, options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, loss in cases.items():
+            low = name in ("as transformers does", "divided before", "narrow")
+            close = {"rtol": 1e-2, "atol": 1e-2} if name == "narrow" else {"rtol": 1e-4, "atol": 1e-5}
+            close = close if low else {"rtol": 1e-9, "atol": 1e-10}
+            for one in (whole, model):
+                one.zero_grad()
+            wanted = [loss(whole(input_ids=x, use_cache=False).logits, y) for x, y in zip(ids, targets, strict=True)]
+            torch.stack(wanted).mean().backward()
+            mine = mesh["data"].get_local_rank()
+            found = loss(model(input_ids=ids[mine], use_cache=False).logits, targets[mine])
+            found.backward()
+            torch.testing.assert_close(found, wanted[mine], **close, msg=lambda text, name=name: f"{name}: {text}")
+            gradients = full_gradients(model)
+            for path, parameter in whole.named_parameters():
+                torch.testing.assert_close(
+                    gradients[path], parameter.grad, **close, msg=lambda text, of=(name, path): f"{of}: {text}"
+                )
+    return len(cases)
+
+
+def upstreamed(options: dict[str, Any], logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss with these options, or of each token another multiple."""
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+    return (loss * torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype).view(loss.shape)).sum()
+
+
+@pytest.mark.nightly  # daily, a model's own loss with copies
+def test_every_way_and_option_with_copies() -> None:
+    assert run_ranks(ways_with_copies, 4) == 4 * [len(SHIFTED | LOOKED) + 12]
