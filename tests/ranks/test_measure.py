@@ -53,19 +53,39 @@ def test_links_are_what_gathers_and_scatters_reach_and_an_all_reduce_takes_so_ma
         assert figures["all_reduce_passes"] == pytest.approx(PASSES, rel=1e-4)
 
 
+def check_planned_for(file: Path, printed: str) -> Machine:
+    assert printed == file.read_text()
+    machine = Machine.of(f"4x{file}")
+    assert (machine.gpus, machine.gpus_per_node, machine.reached) == (4, 2, 1.0)
+    assert machine.network_bandwidth == machine.link_bandwidth
+    return machine
+
+
+def test_what_is_measured_can_be_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, _ = run_ranks(figures_of_synthetic_times, 2)[0]
+
+    def spawn(rank: Any, given: tuple[Any, ...], nprocs: int) -> None:
+        assert (given[0], nprocs) == (2, 2)
+        given[-1].put(figures)
+
+    with mock.patch.object(measuring.mp, "spawn", spawn):
+        measure_machine(tmp_path / "mine.yaml", 2, "cpu")
+    machine = check_planned_for(tmp_path / "mine.yaml", capsys.readouterr().out)
+    assert machine.link_bandwidth == pytest.approx(LINK, rel=1e-4)
+    assert len(machine.product_rates_bf16) == len(machine.product_rates_fp32) == 2
+
+
+@pytest.mark.nightly  # daily, with synthetic times
 def test_two_processes_measure_a_machine_that_can_be_planned_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.yaml"
     measure_machine(file, 2, "cpu")
-    assert capsys.readouterr().out == file.read_text()
-    machine = Machine.of(f"4x{file}")
-    assert (machine.gpus, machine.gpus_per_node, machine.reached) == (4, 2, 1.0)
+    machine = check_planned_for(file, capsys.readouterr().out)
     # A gather takes longer than a small all-reduce, and products more than none, whatever else the processor does.
     assert 1e6 < machine.link_bandwidth < 1e12
     assert 0.1 < machine.all_reduce_passes < 100
     assert machine.profile.collective("all_gather", 2**26, 2) > machine.latency > 0
-    assert machine.network_bandwidth == machine.link_bandwidth
 
 
 @pytest.mark.parametrize("processes", [0, 1])

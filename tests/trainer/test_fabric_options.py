@@ -345,7 +345,7 @@ from lightning.fabric import Fabric
 from lightning_autotp import AutoTPFabricStrategy
 
 folder = sys.argv[1]
-fabric = Fabric(accelerator="cpu", devices=2, strategy=AutoTPFabricStrategy(save_async=True))
+fabric = Fabric(accelerator="cpu", devices=int(sys.argv[2]), strategy=AutoTPFabricStrategy(save_async=True))
 fabric.launch()
 fabric.save(f"{folder}/good.ckpt", {"ones": torch.ones(3)})
 fabric.save(f"{folder}/good.ckpt/bad.ckpt", {"ones": torch.ones(3)})
@@ -353,13 +353,14 @@ print("DONE", flush=True)
 """
 
 
-def test_the_end_of_a_process_waits_for_what_is_saved_and_fails_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", nightly([1, 2], [2]))
+def test_the_end_of_a_process_waits_for_what_is_saved_and_fails_with_it(tmp_path: Path, devices: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     ended = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), str(tmp_path)],
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path), str(devices)],
         env={**os.environ, **SCRIPT_ENVIRONMENT}, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
-    assert ended.stdout.count("DONE") == 2, ended.stderr
+    assert ended.stdout.count("DONE") == devices, ended.stderr
     assert ended.returncode == 1, ended.stderr
     assert "FileExistsError" in ended.stderr
     check(tmp_path / "good.ckpt")
