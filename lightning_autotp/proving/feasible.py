@@ -15,7 +15,7 @@ from lightning_autotp.operators.graph import Graph, Operator
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.proving.compare import Mismatch, VerificationError
 from lightning_autotp.proving.experts import ShardableExperts, shardable_experts
-from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes, in_any_layer
+from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes, in_any_layer, local_in
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import with_whole_experts
@@ -282,8 +282,9 @@ class _Search:
     def with_sharded_tokens(self, plan: Plan, solution: Solution) -> tuple[Plan, Solution]:
         """The plan where each rank has a part of the tokens between sharded regions.
 
-        Parameters stay cut as they are without: the memory of activations is not to be paid for with theirs. Where
-        sharded tokens cannot be carried out, because code asks how many there are, every rank has them all.
+        Parameters stay cut as they are without: the memory of activations is not to be paid for with theirs. So most
+        sizes that are local without are so here. Where sharded tokens cannot be carried out, because code asks how many
+        there are, every rank has them all.
 
         Args:
             plan: the plan with whole tokens.
@@ -298,7 +299,7 @@ class _Search:
         while True:
             tried = self._solved(cuts, profile, sharded_on=solution, unsharded=unsharded)
             try:
-                found, tried = self._carried_out(tried)
+                found, tried = self._carried_out(tried, local_in(plan.sizes, tried))
                 break
             except Unlocalizable as error:
                 mismatch = error.mismatch
@@ -320,7 +321,8 @@ class _Search:
         tokens = self.options.tokens
         return solve(self.graph, self.ranks, IMPLEMENTATIONS, profile, self.blocked, tokens, pins, **tokens_as)
 
-    def _carried_out(self, solution: Solution) -> tuple[Plan, Solution]:
+    def _carried_out(self, solution: Solution, sizes: _Sizes = ()) -> tuple[Plan, Solution]:
+        """The plan with these layouts, for which these sizes are local."""
         written: list[tuple[Solution, Plan]] = []
 
         def plan_of(solution: Solution) -> Plan:
@@ -332,7 +334,8 @@ class _Search:
                 written.append((solution, plan))
             return written[-1][1]
 
-        known = tuple(size for sizes in self.experts.values() for size in sizes)
+        of_experts = (size for sizes in self.experts.values() for size in sizes)
+        known = tuple(dict.fromkeys((*of_experts, *sizes)))
         find = partial(find_sizes, self.model, self.inputs, solution, plan_of, known)
         sizes, carried_out = self.proofs.of(solution, known, find)
         return with_sizes(plan_of(carried_out), sizes, carried_out.graph), carried_out

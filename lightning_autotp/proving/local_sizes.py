@@ -180,6 +180,41 @@ def made_local(solution: Solution, operator: Operator) -> Solution | None:
     )
 
 
+_Lengths = dict[tuple[int, tuple[int, ...]], None]
+"""Lengths of sharded dims, whole and on every rank, in order of appearance."""
+
+
+def _sharded_lengths(operators: Iterable[Operator], solution: Solution, *, outputs_only: bool = False) -> _Lengths:
+    """Of the dims that operators handle, by a solution."""
+    found: _Lengths = {}
+    for operator in operators:
+        for tensor in (*operator.outputs, *(() if outputs_only else operator.inputs)):
+            layout = solution.layouts.get(tensor)
+            if isinstance(layout, Shard) and not layout.grows:  # a number of tokens is another in each batch
+                for _, owned in layout.dims:
+                    found.setdefault((owned.size, owned.local_sizes))
+                    for number in _counts(operator):  # of groups, that divide the dim
+                        if not any(number * size % owned.size for size in owned.local_sizes):
+                            found.setdefault((number, tuple(number * n // owned.size for n in owned.local_sizes)))
+    return found
+
+
+def _lengths_by_module(solution: Solution, *, outputs_only: bool = False) -> dict[str, _Lengths]:
+    by_module: dict[str, list[Operator]] = {}
+    for operator in solution.graph.operators:
+        by_module.setdefault(operator.module, []).append(operator)
+    return {
+        module: _sharded_lengths(operators, solution, outputs_only=outputs_only)
+        for module, operators in by_module.items()
+    }
+
+
+def local_in(sizes: Iterable[SizePlan], solution: Solution) -> tuple[SizePlan, ...]:
+    """Those of some other layouts' sizes that are lengths of sharded results of their modules in these layouts, too."""
+    lengths = _lengths_by_module(solution, outputs_only=True)
+    return tuple(size for size in sizes if (size.whole, size.local) in lengths.get(size.module, {}))
+
+
 def _representatives(solution: Solution) -> list[int]:
     """One rank for every distinct set of local shapes."""
     tensors = solution.graph.tensors
@@ -212,6 +247,7 @@ class _Search:
     ) -> None:
         self.model, self.solution, self.differences, self.in_calls = model, solution, differences, in_calls
         self.traces: dict[tuple[tuple[SizePlan, ...], int], Mismatch | None] = {}
+        self.dead_ends: set[tuple[int, int, str]] = set()
         self.deepest: dict[int, float] = {}
         self.idle = 0
         self.first = solution
@@ -224,7 +260,8 @@ class _Search:
         """Depth-first search from ``sizes`` for sizes with which every rank's trace agrees to its end.
 
         A change that helps one rank may be the wrong one of two that look alike there (a length that falls from 2 to 1
-        on it, but not on another): then the search goes back.
+        on it, but not on another): then the search goes back. Where another way leads to the same difference, no change
+        helps either: code that counts tokens, or a plan that cannot be carried out, is not tried in every combination.
         """
         rank, *rest = ranks
         mismatch = self._trace(sizes, rank)
@@ -233,8 +270,11 @@ class _Search:
             mismatch = self._trace(sizes, rank)
         if mismatch is None:
             return self.find(sizes, rest) if rest else sizes
-        solution = self.solution
+        here = rank, mismatch.position, mismatch.message
         deepest = Unlocalizable(mismatch)
+        if here in self.dead_ends:
+            raise deepest
+        solution = self.solution
         for change in self._candidates(mismatch, sizes):
             if self.idle > _PATIENCE:
                 break
@@ -246,11 +286,12 @@ class _Search:
                 except Unlocalizable as error:
                     self._solve_by(solution)
                     deepest = error if error.mismatch.position > deepest.mismatch.position else deepest
+        self.dead_ends.add(here)
         raise deepest
 
     def _solve_by(self, solution: Solution) -> None:
         if solution is not self.solution:
-            self.solution, self.traces = solution, {}
+            self.solution, self.traces, self.dead_ends = solution, {}, set()
 
     def _trace(self, sizes: tuple[SizePlan, ...], rank: int) -> Mismatch | None:
         if (sizes, rank) not in self.traces:
@@ -264,32 +305,13 @@ class _Search:
         return self.traces[sizes, rank]
 
     @cached_property
-    def lengths(self) -> dict[str, dict[tuple[int, tuple[int, ...]], None]]:
-        """The :meth:`_lengths` of every module's own operators, as the search begins."""
-        by_module: dict[str, list[Operator]] = {}
-        for operator in self.first.graph.operators:
-            by_module.setdefault(operator.module, []).append(operator)
-        return {module: self._lengths(operators, self.first) for module, operators in by_module.items()}
+    def lengths(self) -> dict[str, _Lengths]:
+        """Those of every module's own operators, as the search begins."""
+        return _lengths_by_module(self.first)
 
-    def _lengths(
-        self, operators: Iterable[Operator], solution: Solution | None = None, *, outputs_only: bool = False
-    ) -> dict[tuple[int, tuple[int, ...]], None]:
-        """Lengths of the sharded dims that operators handle, whole and on every rank, in order of appearance.
-
-        By a solution; by the present one else.
-        """
-        layouts = (solution or self.solution).layouts
-        found: dict[tuple[int, tuple[int, ...]], None] = {}
-        for operator in operators:
-            for tensor in (*operator.outputs, *(() if outputs_only else operator.inputs)):
-                layout = layouts.get(tensor)
-                if isinstance(layout, Shard) and not layout.grows:  # a number of tokens is another in each batch
-                    for _, owned in layout.dims:
-                        found.setdefault((owned.size, owned.local_sizes))
-                        for number in _counts(operator):  # of groups, that divide the dim
-                            if not any(number * size % owned.size for size in owned.local_sizes):
-                                found.setdefault((number, tuple(number * n // owned.size for n in owned.local_sizes)))
-        return found
+    def _lengths(self, operators: Iterable[Operator], *, outputs_only: bool = False) -> _Lengths:
+        """By the present solution."""
+        return _sharded_lengths(operators, self.solution, outputs_only=outputs_only)
 
     def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
         """Integers of a module there that equal a sharded length in it, made local in every module like it."""

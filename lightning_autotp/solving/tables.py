@@ -120,8 +120,8 @@ class Tables:
         self._alike = {tensor: numbered[id(dims)] for tensor, dims in self.dims.items()}
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._fullest: dict[tuple[int, int], float] = {}
-        self._told: dict[tuple[int, int], bool] = {}
-        self._told_apart: dict[int, Hashable] = {}
+        self._may_be_changed: dict[tuple[int, int], bool] = {}
+        self._may_be_changed_apart: dict[int, Hashable] = {}
         self.planned: PlanConstraints | None = None
         self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float, float]] = {}
@@ -328,9 +328,9 @@ class Tables:
         if tensor not in self.dims:  # which may be another thing to each operator that reads it
             at_call = self._convertible(relation, tensor), self._is_zero(tensor)
             return self._facts(tensor, relation.inputs[tensor]), at_call
-        found = self._told_apart.get(tensor)
+        found = self._may_be_changed_apart.get(tensor)
         if found is None:
-            found = self._told_apart[tensor] = self._facts(tensor, self.dims[tensor])
+            found = self._may_be_changed_apart[tensor] = self._facts(tensor, self.dims[tensor])
         return found
 
     def _facts(self, tensor: int, dims: Dims) -> Hashable:
@@ -729,20 +729,21 @@ class Tables:
         return isinstance(layout, Shard) and bool(layout.grows)
 
     def _changeable(self, tensor: int) -> tuple[int, ...]:
-        """The candidates that a tensor can be brought to, and from, in a batch of any size.
+        """The candidates that a tensor can be brought to, and from, in a batch of any size."""
+        return tuple([number for number in self.touching[tensor] if self._may_change(tensor, number)])
 
-        Not a part of the tokens where rows and tokens are one dim: its length does not tell how many there are of each.
+    def _may_change(self, tensor: int, number: int) -> bool:
+        """Whether one collective brings a tensor there, and the parts' lengths tell how a batch of another size is cut.
+
+        They do not for a part of the tokens where rows and tokens are one dim: how many there are of each is not told.
         """
-        return tuple([number for number in self.touching[tensor] if self._is_told(tensor, number)])
-
-    def _is_told(self, tensor: int, number: int) -> bool:
-        """Whether the lengths of a tensor's parts tell how a batch of another size is cut."""
         key = self._alike[tensor], number
-        found = self._told.get(key)
+        found = self._may_be_changed.get(key)
         if found is None:
             layout = self.layout(tensor, number)
+            dims = layout.dims if isinstance(layout, Shard) else ()
             cuts = layout.cuts if isinstance(layout, Shard) and layout.grows else ()
-            found = self._told[key] = all(cut.is_told_by_all for cut in cuts)
+            found = self._may_be_changed[key] = len(dims) < 2 and all(cut.is_told_by_all for cut in cuts)
         return found
 
     def layout(self, tensor: int, kind: Kind) -> Layout:

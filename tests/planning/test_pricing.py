@@ -319,3 +319,45 @@ def collectives(solution: Solution) -> Counter[int]:
     operators = [solution.graph.operators[number] for number, use in solution.uses.items() if use.output]
     shapes += [solution.graph.tensors[op.outputs[0]].shape for op in operators if "layers." in op.module]
     return Counter(shape[-1] for shape in shapes)
+
+
+class InGroups(nn.Module):
+    """Each of two groups of features has a matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 16, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("blgi,gio->blgo", x, self.weight)
+
+
+class GroupedAttention(nn.Module):
+    """Attention of four heads, of which each two are projected together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.groups, self.out = InGroups(), nn.Linear(12, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.out(self.groups(attended.flatten(2).unflatten(-1, (2, -1))).flatten(2))
+
+
+def test_a_part_along_two_dims_is_sent_nowhere() -> None:
+    """Four ranks share two groups, each a half of a group's features: no collective gathers that."""
+    graph = capture(GroupedAttention(), torch.zeros(3, 5, 32))
+    tables = Tables(graph, 4, IMPLEMENTATIONS, Profile(), {})
+    stays = []
+    for relation in tables.relations:
+        operator = relation.operator
+        if operator.boundary is not None:
+            ends = operator.inputs[0], operator.outputs[0]
+            for kinds, _ in tables.combinations(relation):
+                before, after = (tables.layout(tensor, kinds[tensor]) for tensor in ends)
+                if any(isinstance(one, Shard) and len(one.dims) > 1 for one in (before, after)):
+                    stays.append(before == after)
+    assert stays
+    assert all(stays)

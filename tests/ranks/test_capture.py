@@ -551,6 +551,63 @@ def test_a_search_for_sizes_that_gets_nowhere_ends(monkeypatch: pytest.MonkeyPat
     assert not reasons["5.weight"]
 
 
+class EitherWidth(nn.Module):
+    """Code that takes what is as long as one of two numbers: with either of them local, a part passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = self.other = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] not in (self.width, self.other):
+            raise ValueError("another width")
+        return x * 2
+
+
+class OfEight(nn.Module):
+    """Code that no change makes local."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != 4 + 4:
+            raise ValueError("another width")
+        return x.relu()
+
+
+def counted_traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The traces of local models that are made from now on."""
+    made: list[object] = []
+    trace = localize.capture_local
+
+    def counted(*args: Any) -> Any:
+        made.append(args)
+        return trace(*args)
+
+    monkeypatch.setattr(localize, "capture_local", counted)
+    return made
+
+
+def test_what_nothing_makes_local_is_not_tried_after_every_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counted_traces(monkeypatch)
+    choices = [type(f"EitherWidth{number}", (EitherWidth,), {})() for number in range(5)]
+    model = nn.Sequential(nn.Linear(4, 8), *choices, OfEight(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    plan, _ = make_plan(model, 2, example_inputs=torch.zeros(3, 4))
+    assert not plan.sizes  # nothing is local
+    assert plan.sharded_fraction > 0.9  # but in parameters
+    assert len(choices) < len(made) < 4 * len(choices)  # each number of each module by itself
+
+
+def test_with_sharded_tokens_the_same_sizes_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counted_traces(monkeypatch)
+    model = meta_model("gemma2")
+    whole, _ = make_plan(model, 3)
+    of_sizes = len(made)
+    made.clear()
+    plan, _ = make_plan(model, 3, sequence_parallel=True)
+    assert plan.sizes == whole.sizes
+    assert plan.sizes
+    assert len(made) < 2 * of_sizes  # they are not looked for again
+
+
 def test_writes_in_place_reach_whoever_reads_the_memory() -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:
