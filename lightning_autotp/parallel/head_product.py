@@ -14,10 +14,12 @@ gradients, the autocast and the weights of the time when it ran. If these weight
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -86,13 +88,13 @@ class _Uses:
 
     Attributes:
         in_a_loss: whether a loss was computed from the hidden states.
-        is_hooked: whether there is a hook on their gradient.
+        hooked_by: the code that has put a hook on their gradient, if any has.
         written: what they are made of and was written since, without counting it.
         before_backward: called with every gradient.
     """
 
     in_a_loss: bool = False
-    is_hooked: bool = False
+    hooked_by: str = ""
     written: str = ""
     before_backward: list[Callable[[Tensor], object]] = field(default_factory=list)
 
@@ -233,11 +235,11 @@ class HeadProduct:
                     f"these logits were not needed until now, and {source.name} that they are made of changed since the"
                     " model ran (in an optimizer's step, perhaps): use them before, or keep a copy (logits.detach())"
                 )
-        if self._uses.is_hooked and self.differentiable:
+        if self._uses.hooked_by and self.differentiable:
             return (
-                "a hook was added to the gradient of these logits after this view of them was made, and would not see"
-                " what the view adds: add the hook first. (Tools that hook whatever modules return, such as"
-                " CommDebugMode, do so: for them keep the head whole, with keep_whole=)"
+                f"{self._uses.hooked_by} added a hook to the gradient of these logits after this view of them was made,"
+                " which would not see what the view adds: add the hook first. For tools that hook whatever modules"
+                " return, as CommDebugMode and MemTracker do, keep the head whole, with keep_whole="
             )
         return None
 
@@ -272,7 +274,18 @@ class HeadProduct:
                 " not see it: add the hook before the loss is computed, in a forward hook of the head"
             )
         self.value()
-        self._uses.is_hooked = True
+        self._uses.hooked_by = _caller()
+
+
+_PASS_HOOKS_ON = (__name__.partition(".")[0], "torch._tensor", "torch.autograd", "torch.overrides")
+
+
+def _caller() -> str:
+    """The code that adds a hook, through functions of torch and of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PASS_HOOKS_ON):
+        frame = frame.f_back
+    return "code" if frame is None else f"{frame.f_globals.get('__name__')}, line {frame.f_lineno}"
 
 
 def gradients_of(
