@@ -4,12 +4,13 @@
     python benchmarks/calibrated.py --case '[Mixtral]' --page null  # one
 
 The machine is measured before and after each model, since its speed changes; no step that is predicted is used for
-that. Steps and the machine's figures are the fastest of several, since whatever else runs makes them slower.
+that. Steps and the machine's figures are medians of several.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -42,8 +43,9 @@ ON_MEMORY = (
     "All processes keep memory that is freed (`"
     + " ".join(f"{name}={value}" for name, value in KEEP_MEMORY.items())
     + "`), as PyTorch's allocator does on a GPU. By default the C library asks the operating system anew for each"
-    " result of more than 32 MiB, and a processor writes such memory several times as slowly. Not in a prediction is"
-    " Python's own time."
+    " result of more than 32 MiB, and a processor writes such memory several times as slowly. Not in a prediction are"
+    " Python's own time, and that ranks wait for each other: of two cores of one processor, each is now and then the"
+    " slower one."
 )
 HEADER = (
     "system",
@@ -65,7 +67,7 @@ class Row:
     Attributes:
         system: its name.
         predicted: what it is to take.
-        measured: seconds that the fastest one took.
+        measured: median seconds of several.
     """
 
     system: str
@@ -78,16 +80,17 @@ class Row:
         return self.predicted.total / self.measured - 1
 
 
-def fastest(found: Sequence[Machine]) -> Machine:
-    """A machine that was measured several times: of each figure the best."""
-    rates = ("peak_bf16", "peak_fp32", "memory_bandwidth", "link_bandwidth")
-    best: dict[str, Any] = {name: max(getattr(machine, name) for machine in found) for name in rates}
-    best["latency"] = min(machine.latency for machine in found)
+def typical(found: Sequence[Machine]) -> Machine:
+    """A machine that was measured several times: of each figure the mean."""
+    names = ("peak_bf16", "peak_fp32", "memory_bandwidth", "link_bandwidth", "latency", "all_reduce_passes")
+    mean: dict[str, Any] = {name: statistics.fmean(getattr(machine, name) for machine in found) for name in names}
     for name in ("product_rates_bf16", "product_rates_fp32"):
         of_each_size = zip(*[getattr(machine, name) for machine in found], strict=True)
-        best[name] = tuple((pairs[0][0], max(rate for _, rate in pairs)) for pairs in of_each_size)
-    seconds = min(machine.all_reduce_passes / machine.link_bandwidth for machine in found)  # of an all-reduced byte
-    return replace(found[0], all_reduce_passes=seconds * best["link_bandwidth"], **best)
+        mean[name] = tuple((pairs[0][0], statistics.fmean(rate for _, rate in pairs)) for pairs in of_each_size)
+    for name in ("operator_rates_bf16", "operator_rates_fp32"):
+        of_each = zip(*[getattr(machine, name) for machine in found], strict=True)
+        mean[name] = tuple((pairs[0][0], statistics.fmean(rate for _, rate in pairs)) for pairs in of_each)
+    return replace(found[0], **mean)
 
 
 def _reading(output: Any, _: Any) -> Tensor:
@@ -182,8 +185,8 @@ def to_markdown(
         " Nothing is fitted to these steps. Written by `python benchmarks/calibrated.py`.",
         "",
         f"The machine is not this program's alone (a load of {load:.1f}), and its speed changes from one quarter of an"
-        f" hour to the next. So each step is the fastest of {rounds}, and each figure of the machine the better of two"
-        " calibrations, before and after the model's steps.",
+        f" hour to the next. So each step is the median of {rounds}, and each figure of the machine the mean of two"
+        " calibrations, before and after the model's steps, which are medians, too.",
         "",
         "| model | products in fp32 | memory | between processes | of an all-reduce | latency |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -231,8 +234,8 @@ def main(
         steps = measure_steps(name, ranks, rounds, list(OURS), 0)
         loads.append(os.getloadavg()[0])
         after = measure_machine(ranks, "cpu")
-        machines[name], before = fastest([before, after]), after
-        seconds = {each.system: min(each.seconds) for each in steps}
+        machines[name], before = typical([before, after]), after
+        seconds = {each.system: each.median for each in steps}
         found[name] = predicted(rehearsals(name, ranks), seconds, machines[name], ranks)
         table = Table(*HEADER, title=name)
         for row in found[name]:

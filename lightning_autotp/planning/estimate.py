@@ -162,10 +162,15 @@ def host_memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, cpu_offloa
     return stored + rows * kept.bytes + (kept.fixed_bytes if copies == 1 and not cpu_offload else 0)
 
 
-def product_time(machine: Machine, flops: float, moved: float, in_bf16: bool) -> float:
+def product_time(machine: Machine, name: str, flops: float, moved: float, in_bf16: bool) -> float:
     """Seconds of one product of so many floating-point operations that touches so many bytes."""
-    rate = machine.product_rate(flops / max(moved, 1), in_bf16)
+    rate = machine.operator_rate(name, in_bf16) or machine.product_rate(flops / max(moved, 1), in_bf16)
     return max(flops / rate, moved / machine.memory_bandwidth, LAUNCH)
+
+
+def moving_time(machine: Machine, name: str, moved: float, in_bf16: bool) -> float:
+    """Seconds in which any other operator moves so many bytes."""
+    return moved / (machine.operator_rate(name, in_bf16) or machine.memory_bandwidth)
 
 
 def step_time(
@@ -198,9 +203,14 @@ def step_time(
     """
     work, bandwidth = rehearsal.work, machine.memory_bandwidth
     products = sum(
-        count * product_time(machine, rows * flops, moved, in_bf16) for (flops, moved), count in work.products.items()
+        count * product_time(machine, name, rows * flops, moved, in_bf16)
+        for (name, flops, moved), count in work.products.items()
     )
-    others = max((work.others.fixed_bytes + rows * work.others.bytes) / bandwidth, work.others.count * LAUNCH)
+    moving = sum(
+        moving_time(machine, name, of.fixed_bytes + rows * of.bytes, in_bf16)
+        for name, of in work.others_by_name.items()
+    )
+    others = max(moving, work.others.count * LAUNCH)
     within = machine.between(ranks)
     tensor_parallel = sum(
         count * within.collective(kind, size if is_fixed else rows * size, ranks)

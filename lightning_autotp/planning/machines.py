@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from lightning_autotp.solving.cost import Profile
 
 DIRECTORY = Path(__file__).parent / "machine_files"
 _RATES = {"product_rates_bf16", "product_rates_fp32"}
-_OPTIONAL = {"gpus", "host_memory", "host_memory_bandwidth", "host_link_bandwidth", *_RATES}
+_NAMED_RATES = {"operator_rates_bf16", "operator_rates_fp32"}
+_OPTIONAL = {"gpus", "host_memory", "host_memory_bandwidth", "host_link_bandwidth", *_RATES, *_NAMED_RATES}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Machine:
         product_rates_bf16: what products reach in bfloat16, in pairs, rising: of so many operations for each byte that
             they read and write, so many a second. Empty where it was not measured.
         product_rates_fp32: likewise in float32.
+        operator_rates_bf16: what some operators reach in bfloat16, by name, where it is not what others do: so many
+            bytes a second, and attention so many operations. Empty where it was not measured.
+        operator_rates_fp32: likewise in float32.
         gpus: how many there are.
     """
 
@@ -62,6 +67,8 @@ class Machine:
     host_link_bandwidth: float | None = None
     product_rates_bf16: tuple[tuple[float, float], ...] = ()
     product_rates_fp32: tuple[tuple[float, float], ...] = ()
+    operator_rates_bf16: tuple[tuple[str, float], ...] = ()
+    operator_rates_fp32: tuple[tuple[str, float], ...] = ()
     gpus: int = 0
 
     @classmethod
@@ -79,7 +86,8 @@ class Machine:
         known = {field.name for field in fields(cls)}
         if missing := known - given - _OPTIONAL or given - known:
             raise ValueError(f"the machine {str(file)!r} has other entries than needed: look at {sorted(missing)}")
-        positive = {key: value for key, value in data.items() if key not in {"name", *_RATES} and value is not None}
+        others = {"name", *_RATES, *_NAMED_RATES}
+        positive = {key: value for key, value in data.items() if key not in others and value is not None}
         wrong = [key for key, value in positive.items() if not _is_positive(value)]
         if wrong:
             raise ValueError(f"the machine {str(file)!r}: {', '.join(wrong)} must be positive numbers, as 3.0e+9")
@@ -89,7 +97,14 @@ class Machine:
                 f"the machine {str(file)!r}: {', '.join(wrong)} must be pairs of positive numbers, of which the first"
                 " ones rise, as [[50.0, 1.0e+14], [200.0, 3.0e+14]]"
             )
-        found = cls(**data | {key: tuple(map(tuple, value)) for key, value in rates.items()})
+        named = {key: data[key] for key in sorted(_NAMED_RATES & given)}
+        if wrong := [key for key, value in named.items() if not _are_named_rates(value)]:
+            raise ValueError(
+                f"the machine {str(file)!r}: {', '.join(wrong)} must give positive numbers by names of operators, as"
+                " {aten._softmax: 1.0e+9}"
+            )
+        pairs = {key: tuple(map(tuple, value)) for key, value in rates.items()}
+        found = cls(**data | pairs | {key: tuple(value.items()) for key, value in named.items()})
         return replace(found, gpus=found.gpus or found.gpus_per_node)
 
     @classmethod
@@ -116,6 +131,8 @@ class Machine:
         known = {key: value for key, value in asdict(self).items() if value not in (None, ())}
         for key in _RATES & known.keys():
             known[key] = [list(pair) for pair in known[key]]
+        for key in _NAMED_RATES & known.keys():
+            known[key] = dict(known[key])
         file.write_text(yaml.safe_dump(known, sort_keys=False))
 
     @property
@@ -162,6 +179,14 @@ class Machine:
         intensities, reached = zip(*rates, strict=True)
         return float(np.interp(intensity, intensities, reached))
 
+    def operator_rate(self, name: str, in_bf16: bool) -> float | None:
+        """What this operator reaches, where that was measured: bytes per second, or operations if it is a product."""
+        return self._operator_rates[in_bf16].get(name)
+
+    @cached_property
+    def _operator_rates(self) -> dict[bool, dict[str, float]]:
+        return {True: dict(self.operator_rates_bf16), False: dict(self.operator_rates_fp32)}
+
 
 def machine_called(name: str) -> Machine | None:
     """One node of the GPUs that a device is called by (``"NVIDIA H100 80GB HBM3"``), if they are known."""
@@ -179,6 +204,10 @@ def _are_rates(value: object) -> bool:
         return False
     firsts = [pair[0] for pair in value]
     return all(_is_positive(number) for pair in value for number in pair) and firsts == sorted(set(firsts))
+
+
+def _are_named_rates(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) and _is_positive(rate) for name, rate in value.items())
 
 
 def _is_positive(value: object) -> bool:

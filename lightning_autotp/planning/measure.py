@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from lightning_autotp.planning.rehearsal import rehearse
 _ROUNDS = 7
 _MEBIBYTES = 2**20
 _LAYERS = 4
+_BETWEEN = 20
 _WIDTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 """Of layers whose products are measured, with twice as many rows."""
 
@@ -36,6 +38,33 @@ class _Products(nn.Module):
         """``[rows, width]`` to one number."""
         made: Tensor = self.layers(x).sum()
         return made
+
+
+def _attention(x: Tensor) -> Tensor:
+    """Causal attention of heads of 64, ``[rows, width]``, in eight sequences."""
+    heads = x.view(8, -1, x.shape[1] // 64, 64).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+_OF_THEIR_OWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "_scaled_dot_product_flash_attention": _attention,
+    "_softmax": lambda x: x.softmax(-1),
+    "_log_softmax": lambda x: x.log_softmax(-1),
+    "exp": torch.exp,
+}
+"""Operators that may reach less than products do, or than others do that move as many bytes, with what calls them."""
+
+
+class _Calling(nn.Module):
+    """A module that calls one of these."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, width]`` to one number."""
+        return self.call(x).sum()
 
 
 class _BetweenProducts(nn.Module):
@@ -123,18 +152,47 @@ def _figures(kind: str, ranks: int) -> dict[str, Any]:
         for width in _WIDTHS[kind]:
             module, x = _made(_Products(width), width, kind, dtype)
             work = _work(module, x)
-            touched = sum(moved * count for (_, moved), count in work.products.items())
+            touched = sum(moved * count for (*_, moved), count in work.products.items())
             rates.append((work.flops / touched, work.flops / seconds_of(module, x)))
         return tuple(rates)
 
     width = _WIDTHS[kind][-1]
     module, x = _made(_BetweenProducts(width), width, kind, torch.float32)
     others = _work(module, x).others
+    bandwidth = (others.bytes + others.fixed_bytes) / seconds_of(module, x)
+
+    def operators(dtype: torch.dtype) -> tuple[tuple[str, float], ...]:
+        """What those reach that are measured by themselves, forward and backward."""
+        rates: dict[str, float] = {}
+        for name, call in _OF_THEIR_OWN.items():
+            module, x = _made(_Calling(call), width, kind, dtype)
+            ran = _work(module, x).ran
+            own = [one for one in ran if one.name.startswith(f"aten.{name}")]
+            rest = sum(one.bytes for one in ran if one not in own)
+            done = sum(one.bytes if one.flops is None else one.flops for one in own)
+            seconds = max(seconds_of(module, x) - rest / bandwidth, 1e-9)
+            rates |= dict.fromkeys((one.name for one in own), done / seconds)
+        return tuple(rates.items())
+
     in_bf16, in_fp32 = products(torch.bfloat16), products(torch.float32)
     part = torch.ones((256 if kind == "cuda" else 8) * _MEBIBYTES // 4 // ranks, device=kind)
     moved = part.repeat(ranks)
     small = torch.ones(8, device=kind)
-    latency = _seconds(lambda: dist.all_reduce(small), kind)
+    factor = torch.randn(_WIDTHS[kind][1], _WIDTHS[kind][1], device=kind)
+
+    def products_between(collective: Callable[[], Any]) -> float:
+        """Of a product and this collective, of several after each other."""
+
+        def step() -> None:
+            for _ in range(_BETWEEN):
+                torch.mm(factor, factor)
+                collective()
+
+        return _seconds(step, kind) / _BETWEEN
+
+    # Ranks that compute are never all ready at once, and wait for each other.
+    within = products_between(lambda: dist.all_reduce(small)) - products_between(lambda: None)
+    latency = max(_seconds(lambda: dist.all_reduce(small), kind), within)
     gathered = _seconds(lambda: dist.all_gather_into_tensor(moved, part), kind)
     scattered = _seconds(lambda: dist.reduce_scatter_tensor(part, moved), kind)
     reduced = _seconds(lambda: dist.all_reduce(moved), kind)
@@ -146,7 +204,9 @@ def _figures(kind: str, ranks: int) -> dict[str, Any]:
         "peak_fp32": max(rate for _, rate in in_fp32),
         "product_rates_bf16": in_bf16,
         "product_rates_fp32": in_fp32,
-        "memory_bandwidth": (others.bytes + others.fixed_bytes) / seconds_of(module, x),
+        "operator_rates_bf16": operators(torch.bfloat16),
+        "operator_rates_fp32": operators(torch.float32),
+        "memory_bandwidth": bandwidth,
         "link_bandwidth": link,
         "latency": latency,
         "all_reduce_passes": max(reduced - latency, 1e-9) * link / sent,
@@ -175,9 +235,9 @@ def _host(on_device: Tensor) -> dict[str, float]:
 
 
 def _seconds(call: Callable[[], Any], kind: str) -> float:
-    """Seconds of the fastest of several calls, after a first one; all processes begin together. Collective.
+    """Median seconds of several calls, after a first one; all processes begin together. Collective.
 
-    Whatever else the machine does makes the others slower.
+    The fastest of them would promise what no step reaches, which is made of hundreds.
     """
     found = []
     for _ in range(_ROUNDS + 1):
@@ -187,7 +247,7 @@ def _seconds(call: Callable[[], Any], kind: str) -> float:
         call()
         _wait(kind)
         found.append(time.perf_counter() - began)
-    return min(found[1:])
+    return statistics.median(found[1:])
 
 
 def _wait(kind: str) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from itertools import chain
 from math import ceil, prod
 from typing import Any, Literal, NamedTuple
 
@@ -74,6 +75,11 @@ class Ran(NamedTuple):
     is_fixed: bool = False
     is_host_copy: bool = False
 
+    @property
+    def is_other(self) -> bool:
+        """Whether it is no product, no collective and no copy to host memory or from there."""
+        return self.flops is None and not self.collective and not self.is_host_copy
+
 
 @dataclass
 class Work:
@@ -86,14 +92,27 @@ class Work:
     ran: list[Ran] = field(default_factory=list)
 
     @cached_property
-    def products(self) -> Counter[tuple[float, int]]:
-        """How often a product of so many floating-point operations ran that touched so many bytes."""
-        return Counter((one.flops, one.bytes) for one in self.ran if one.flops is not None)
+    def products(self) -> Counter[tuple[str, float, int]]:
+        """How often a product of this name ran with so many floating-point operations that touched so many bytes."""
+        return Counter((one.name, one.flops, one.bytes) for one in self.ran if one.flops is not None)
 
     @cached_property
     def others(self) -> Others:
         """What ran besides products, collectives and copies to host memory and from there."""
-        return Others.of(one for one in self.ran if one.flops is None and not one.collective and not one.is_host_copy)
+        return Others.of(chain.from_iterable(self._others.values()))
+
+    @cached_property
+    def others_by_name(self) -> dict[str, Others]:
+        """The same by names of operators."""
+        return {name: Others.of(several) for name, several in self._others.items()}
+
+    @cached_property
+    def _others(self) -> dict[str, list[Ran]]:
+        found: dict[str, list[Ran]] = {}
+        for one in self.ran:
+            if one.is_other:
+                found.setdefault(one.name, []).append(one)
+        return found
 
     @cached_property
     def host_copies(self) -> Others:
@@ -108,7 +127,7 @@ class Work:
     @property
     def flops(self) -> float:
         """Floating-point operations of all products."""
-        return sum(flops * count for (flops, _), count in self.products.items())
+        return sum(flops * count for (_, flops, _), count in self.products.items())
 
 
 class Moment(NamedTuple):

@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
 
-from lightning_autotp.planning.estimate import product_time, step_time
+from lightning_autotp.planning.estimate import moving_time, product_time, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.meter import Ran
 from lightning_autotp.planning.rehearsal import Rehearsal
@@ -45,7 +45,7 @@ def timeline(
     """Every operator of one step of one copy, after each other, as nothing is taken to overlap.
 
     The spans of each kind together are as long as :func:`~lightning_autotp.planning.estimate.step_time` says: operators
-    that only move memory share their time by the bytes that they move.
+    that only move memory share their time by what each takes to move its bytes.
 
     Args:
         rehearsal: of one row, on one of ``ranks``.
@@ -57,13 +57,20 @@ def timeline(
     total = step_time(rehearsal, machine, ranks, in_bf16=in_bf16, rows=rows)
     work, within = rehearsal.work, machine.between(ranks)
 
+    def moving(ran: Ran) -> float:
+        """What an operator takes to move its bytes, if it does nothing else."""
+        moved = ran.bytes if ran.is_fixed else rows * ran.bytes
+        return moving_time(machine, ran.name, moved, in_bf16) if ran.is_other else 0.0
+
+    moving_in_all = sum(map(moving, work.ran))
+
     def seconds(ran: Ran) -> float:
         if ran.flops is not None:
-            return product_time(machine, rows * ran.flops, ran.bytes, in_bf16)
+            return product_time(machine, ran.name, rows * ran.flops, ran.bytes, in_bf16)
         moved = ran.bytes if ran.is_fixed else rows * ran.bytes
         if ran.collective:
             return within.collective(ran.collective, moved, ranks)
-        return total.others * moved / max(work.others.fixed_bytes + rows * work.others.bytes, 1)
+        return total.others * moving(ran) / max(moving_in_all, 1e-30)
 
     spans: list[Span] = []
     now = 0.0

@@ -121,7 +121,7 @@ class Tables:
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._fullest: dict[tuple[int, int], float] = {}
         self._may_be_changed: dict[tuple[int, int], bool] = {}
-        self._may_be_changed_apart: dict[int, Hashable] = {}
+        self._told_apart: dict[int, Hashable] = {}
         self.planned: PlanConstraints | None = None
         self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float, float]] = {}
@@ -328,9 +328,9 @@ class Tables:
         if tensor not in self.dims:  # which may be another thing to each operator that reads it
             at_call = self._convertible(relation, tensor), self._is_zero(tensor)
             return self._facts(tensor, relation.inputs[tensor]), at_call
-        found = self._may_be_changed_apart.get(tensor)
+        found = self._told_apart.get(tensor)
         if found is None:
-            found = self._may_be_changed_apart[tensor] = self._facts(tensor, self.dims[tensor])
+            found = self._told_apart[tensor] = self._facts(tensor, self.dims[tensor])
         return found
 
     def _facts(self, tensor: int, dims: Dims) -> Hashable:

@@ -32,6 +32,7 @@ from lightning_autotp.planning.overview import Overview, look_over
 from lightning_autotp.planning.recommend import Choice, Recommendation
 from lightning_autotp.planning.rehearsal import Rehearsal, RehearsalError, local_model, one_row, rehearse
 from lightning_autotp.planning.report import legend, python_lines, reasons, table, yaml_lines
+from lightning_autotp.planning.timeline import timeline
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
 from lightning_autotp.solving.options import PlanOptions
 
@@ -116,17 +117,32 @@ def test_a_product_reaches_what_was_measured_of_those_like_it() -> None:
     measured = replace(H100, product_rates_bf16=((50.0, 1e14), (150.0, 3e14)))
     flops = 1e13
     for intensity, rate in ((10, 1e14), (50, 1e14), (100, 2e14), (150, 3e14), (1e3, 3e14)):
-        assert product_time(measured, flops, flops / intensity, in_bf16=True) == pytest.approx(
+        assert product_time(measured, "aten.mm", flops, flops / intensity, in_bf16=True) == pytest.approx(
             max(flops / rate, flops / intensity / H100.memory_bandwidth)
         )
-        assert product_time(measured, flops, flops / intensity, in_bf16=False) == product_time(
-            H100, flops, flops / intensity, in_bf16=False
+        assert product_time(measured, "aten.mm", flops, flops / intensity, in_bf16=False) == product_time(
+            H100, "aten.mm", flops, flops / intensity, in_bf16=False
         )
+
+
+def test_an_operator_reaches_what_was_measured_of_it() -> None:
+    measured = replace(H100, operator_rates_bf16=(("aten.attention", 1e14), ("aten._softmax", 1e12)))
+    ran = [Ran("aten.attention", "", 1, 1e13), Ran("aten.mm", "", 1, 1e13), Ran("aten._softmax", "", 10**9)]
+    ran += [Ran("aten._softmax", "", 10**9, is_fixed=True), Ran("aten.add", "", 10**9)]
+    rehearsal = replace(REHEARSAL, work=Work(ran), forward=2)
+    time = step_time(rehearsal, measured, 1, rows=3)
+    assert time.products == pytest.approx(3 * (1e13 / 1e14 + 1e13 / (0.6 * 9.89e14)))
+    assert time.others == pytest.approx((3 + 1) * 1e9 / 1e12 + 3 * 1e9 / 2.9e12)
+    spans = timeline(rehearsal, measured, 1, rows=3)
+    for kind, seconds in (("products", time.products), ("others", time.others)):
+        assert sum(span.seconds for span in spans if span.kind == kind) == pytest.approx(seconds)
+    assert step_time(rehearsal, measured, 1, in_bf16=False) == step_time(rehearsal, H100, 1, in_bf16=False)
 
 
 def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    with_rates = replace(H100, product_rates_fp32=((50.0, 1e14), (150.0, 3e14)))
+    rates: dict[str, Any] = {"operator_rates_bf16": (("aten._softmax", 1e12), ("aten.exp", 2e12))}
+    with_rates = replace(H100, product_rates_fp32=((50.0, 1e14), (150.0, 3e14)), **rates)
     for machine in (H100, with_rates):
         machine.write(file)
         assert Machine.of(f"3x{file}") == replace(machine, gpus=3)
@@ -134,6 +150,11 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
         H100.write(file)
         file.write_text(f"{file.read_text()}product_rates_fp32: {wrong}\n")
         with pytest.raises(ValueError, match="product_rates_fp32 must be pairs of positive numbers"):
+            Machine.read(file)
+    for wrong in ("3.0", "[[1.0, 2.0]]", "{1: 2.0}", "{aten.exp: 0.0}"):
+        H100.write(file)
+        file.write_text(f"{file.read_text()}operator_rates_bf16: {wrong}\n")
+        with pytest.raises(ValueError, match="operator_rates_bf16 must give positive numbers by names of operators"):
             Machine.read(file)
     H100.write(file)
     file.write_text(file.read_text().replace("memory:", "size:"))

@@ -73,6 +73,9 @@ def test_what_is_measured_can_be_planned_for(tmp_path: Path, capsys: pytest.Capt
     machine = check_planned_for(tmp_path / "mine.yaml", capsys.readouterr().out)
     assert machine.link_bandwidth == pytest.approx(LINK, rel=1e-4)
     assert len(machine.product_rates_bf16) == len(machine.product_rates_fp32) == 2
+    for rates in (machine.operator_rates_bf16, machine.operator_rates_fp32):
+        assert {"aten._softmax", "aten._log_softmax_backward_data", "aten.exp"} < dict(rates).keys()
+        assert sum("attention" in name for name, _ in rates) == 2  # forward and backward
 
 
 @pytest.mark.nightly  # daily, with synthetic times
