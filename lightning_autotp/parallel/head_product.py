@@ -277,7 +277,7 @@ class HeadProduct:
         self._uses.hooked_by = _caller()
 
 
-_PASS_HOOKS_ON = (__name__.partition(".")[0], "torch._tensor", "torch.autograd", "torch.overrides")
+_PASS_HOOKS_ON = (__name__.partition(".")[0], Tensor.register_hook.__module__, "torch.autograd", "torch.overrides")
 
 
 def _caller() -> str:
