@@ -239,7 +239,7 @@ class HeadProduct:
             return (
                 f"{self._uses.hooked_by} added a hook to the gradient of these logits after this view of them was made,"
                 " which would not see what the view adds: add the hook first. For tools that hook whatever modules"
-                " return, as CommDebugMode and MemTracker do, keep the head whole, with keep_whole="
+                " return, as CommDebugMode does, keep the head whole, with keep_whole="
             )
         return None
 

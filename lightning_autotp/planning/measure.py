@@ -22,7 +22,8 @@ from lightning_autotp.planning.rehearsal import rehearse
 _ROUNDS = 7
 _MEBIBYTES = 2**20
 _LAYERS = 4
-_BETWEEN = 20
+_STRETCH = 20
+"""Products after each other between which a collective is measured."""
 _WIDTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 """Of layers whose products are measured, with twice as many rows."""
 
@@ -184,15 +185,13 @@ def _figures(kind: str, ranks: int) -> dict[str, Any]:
         """Of a product and this collective, of several after each other."""
 
         def step() -> None:
-            for _ in range(_BETWEEN):
+            for _ in range(_STRETCH):
                 torch.mm(factor, factor)
                 collective()
 
-        return _seconds(step, kind) / _BETWEEN
+        return _seconds(step, kind) / _STRETCH
 
-    # Ranks that compute are never all ready at once, and wait for each other.
-    within = products_between(lambda: dist.all_reduce(small)) - products_between(lambda: None)
-    latency = max(_seconds(lambda: dist.all_reduce(small), kind), within)
+    latency = _seconds(lambda: dist.all_reduce(small), kind)
     gathered = _seconds(lambda: dist.all_gather_into_tensor(moved, part), kind)
     scattered = _seconds(lambda: dist.reduce_scatter_tensor(part, moved), kind)
     reduced = _seconds(lambda: dist.all_reduce(moved), kind)
@@ -208,7 +207,8 @@ def _figures(kind: str, ranks: int) -> dict[str, Any]:
         "operator_rates_fp32": operators(torch.float32),
         "memory_bandwidth": bandwidth,
         "link_bandwidth": link,
-        "latency": latency,
+        # Ranks that compute are never all ready at once, and wait for each other.
+        "latency": max(latency, products_between(lambda: dist.all_reduce(small)) - products_between(lambda: None)),
         "all_reduce_passes": max(reduced - latency, 1e-9) * link / sent,
         **(_host(moved) if kind == "cuda" else {}),
     }
