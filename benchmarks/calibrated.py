@@ -84,10 +84,7 @@ def typical(found: Sequence[Machine]) -> Machine:
     """A machine that was measured several times: of each figure the mean."""
     names = ("peak_bf16", "peak_fp32", "memory_bandwidth", "link_bandwidth", "latency", "all_reduce_passes")
     mean: dict[str, Any] = {name: statistics.fmean(getattr(machine, name) for machine in found) for name in names}
-    for name in ("product_rates_bf16", "product_rates_fp32"):
-        of_each_size = zip(*[getattr(machine, name) for machine in found], strict=True)
-        mean[name] = tuple((pairs[0][0], statistics.fmean(rate for _, rate in pairs)) for pairs in of_each_size)
-    for name in ("operator_rates_bf16", "operator_rates_fp32"):
+    for name in ("product_rates_bf16", "product_rates_fp32", "operator_rates_bf16", "operator_rates_fp32"):
         of_each = zip(*[getattr(machine, name) for machine in found], strict=True)
         mean[name] = tuple((pairs[0][0], statistics.fmean(rate for _, rate in pairs)) for pairs in of_each)
     return replace(found[0], **mean)

@@ -163,7 +163,7 @@ def _figures(kind: str, ranks: int) -> dict[str, Any]:
     bandwidth = (others.bytes + others.fixed_bytes) / seconds_of(module, x)
 
     def operators(dtype: torch.dtype) -> tuple[tuple[str, float], ...]:
-        """What those reach that are measured by themselves, forward and backward."""
+        """What operators reach that have a rate of their own, forward and backward."""
         rates: dict[str, float] = {}
         for name, call in _OF_THEIR_OWN.items():
             module, x = _made(_Calling(call), width, kind, dtype)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from itertools import chain
 from math import ceil, prod
 from typing import Any, Literal, NamedTuple
 
@@ -99,20 +98,16 @@ class Work:
     @cached_property
     def others(self) -> Others:
         """What ran besides products, collectives and copies to host memory and from there."""
-        return Others.of(chain.from_iterable(self._others.values()))
+        return Others.of(one for one in self.ran if one.is_other)
 
     @cached_property
     def others_by_name(self) -> dict[str, Others]:
         """The same by names of operators."""
-        return {name: Others.of(several) for name, several in self._others.items()}
-
-    @cached_property
-    def _others(self) -> dict[str, list[Ran]]:
         found: dict[str, list[Ran]] = {}
         for one in self.ran:
             if one.is_other:
                 found.setdefault(one.name, []).append(one)
-        return found
+        return {name: Others.of(several) for name, several in found.items()}
 
     @cached_property
     def host_copies(self) -> Others:

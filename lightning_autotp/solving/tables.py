@@ -741,9 +741,11 @@ class Tables:
         found = self._may_be_changed.get(key)
         if found is None:
             layout = self.layout(tensor, number)
-            dims = layout.dims if isinstance(layout, Shard) else ()
-            cuts = layout.cuts if isinstance(layout, Shard) and layout.grows else ()
-            found = self._may_be_changed[key] = len(dims) < 2 and all(cut.is_told_by_all for cut in cuts)
+            is_told = (
+                not isinstance(layout, Shard) or not layout.grows or all(cut.is_told_by_all for cut in layout.cuts)
+            )
+            is_one_dim = not isinstance(layout, Shard) or len(layout.dims) == 1
+            found = self._may_be_changed[key] = is_one_dim and is_told
         return found
 
     def layout(self, tensor: int, kind: Kind) -> Layout:

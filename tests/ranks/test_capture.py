@@ -593,7 +593,7 @@ def test_what_nothing_makes_local_is_not_tried_after_every_combination(monkeypat
     plan, _ = make_plan(model, 2, example_inputs=torch.zeros(3, 4))
     assert not plan.sizes  # nothing is local
     assert plan.sharded_fraction > 0.9  # but in parameters
-    assert len(choices) < len(made) < 4 * len(choices)  # each number of each module by itself
+    assert len(choices) < len(made) < 4 * len(choices)  # each number of each module once or twice
 
 
 def test_with_sharded_tokens_sizes_are_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,14 @@ def looked_at(x: Tensor) -> Tensor:
     return x.amax().float().clone()
 
 
+def tolerance(way: str) -> dict[str, float]:
+    """How near a loss and its gradients are to one process's: some ways compute in lower precision."""
+    if way == "narrow":
+        return {"rtol": 1e-2, "atol": 1e-2}
+    low = way in ("as transformers does", "divided before")
+    return {"rtol": 1e-4, "atol": 1e-5} if low else {"rtol": 1e-9, "atol": 1e-10}
+
+
 def every_way(rank: int, size: int) -> dict[str, int]:
     group = TPGroup.of(dist.group.WORLD)
     linear_cross_entropy.PART_TOKENS, linear_cross_entropy.PART_LOGITS = 3, 1
@@ -222,10 +230,7 @@ def every_way(rank: int, size: int) -> dict[str, int]:
                 gradients = list(torch.autograd.grad(value, sources(divided)))
             largest[name] = seen.elements
             wanted = loss(whole.head(whole.hidden), whole.targets)
-            low = name in ("as transformers does", "divided before", "narrow")
-            close = {"rtol": 1e-4, "atol": 1e-5} if low else {"rtol": 1e-9, "atol": 1e-10}
-            if name == "narrow":
-                close = {"rtol": 1e-2, "atol": 1e-2}
+            close = tolerance(name)
 
             def say(text: str, name: str = name) -> str:
                 return f"{name}: {text}"
@@ -589,9 +594,7 @@ def ways_with_copies(rank: int, size: int) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, loss in cases.items():
-            low = name in ("as transformers does", "divided before", "narrow")
-            close = {"rtol": 1e-2, "atol": 1e-2} if name == "narrow" else {"rtol": 1e-4, "atol": 1e-5}
-            close = close if low else {"rtol": 1e-9, "atol": 1e-10}
+            close = tolerance(name)
             for one in (whole, model):
                 one.zero_grad()
             wanted = [loss(whole(input_ids=x, use_cache=False).logits, y) for x, y in zip(ids, targets, strict=True)]
