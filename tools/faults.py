@@ -121,6 +121,7 @@ def job(fault: str, place: str, rank: int, folder: Path) -> None:
     """Train a tiny model on two processes, with a fault planted."""
     import lightning as L
     import torch
+    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -188,6 +189,8 @@ def job(fault: str, place: str, rank: int, folder: Path) -> None:
     )
     validation: Any = data * 100_000 if place == "validation" else data
     with (
+        # Seconds between two looks, not 5. It would kill rank 0 before that one has said why it ends.
+        mock.patch.object(_ChildProcessObserver.__init__, "__defaults__", (0.1,)),
         first(reach, "pipeline.trace", "planning"),
         first(reach, "pipeline.load_parameters", "loading"),
         first(reach, "checkpoints.files.write_tensors", "saving"),

@@ -208,6 +208,7 @@ class AutoTPBase(StrategyInternals):
             peers = gather_objects(Peer.this_process(self.global_rank), None)
             run = self.broadcast(uuid.uuid4().hex)
             self.peers = PeerWatch(peers, self.global_rank, default_store(), run, self.patience, self.kill_processes)
+            self.observe_processes(False)
 
     def _share_all_random_states(self) -> None:
         """Rank 0's random state for every rank: in one process it would have been the only one. Collective."""

@@ -233,6 +233,7 @@ class AutoTPStrategy(AutoTPBase, ModelParallelStrategy):
             if self._signals is not None:
                 self._signals.between_batches()  # an exchange
             self.peers.close()
+            self.observe_processes(True)
 
     def teardown(self) -> None:
         """Finish what is being saved, and leave the precision plugin, the callbacks and the Trainer as they were."""

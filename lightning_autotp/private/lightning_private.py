@@ -31,6 +31,9 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers 
 
 # Starts the script once for each other rank of this machine.
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+# A thread that looks at processes every five seconds, and kills this one when one of them has failed.
+from lightning.pytorch.strategies.launchers.subprocess_script import _launch_process_observer
 from lightning.pytorch.utilities import model_summary
 
 # Ends a run that was only to tune something; nothing has failed.
@@ -61,12 +64,16 @@ class Launcher(_SubprocessScriptLauncher):
 
     Args:
         strategy: whose it is: the Trainer's, or Fabric's.
+
+    Attributes:
+        observed: the processes that Lightning's observer looks at, if it does; it ends when there are none.
     """
 
     def __init__(self, strategy: StrategyInternals) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self.strategy = strategy
+        self.observed: list[Popen[bytes]] = []
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -93,11 +100,23 @@ class Launcher(_SubprocessScriptLauncher):
         super().kill(signum)
         if signum == signal.SIGKILL:
             self.procs.clear()
+            self.observed.clear()
 
     def started(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What is called when the processes have been started."""
+        self.observed, self.procs = self.procs, [*self.procs]
         self.strategy.after_start(self.procs)
         return function(*args, **kwargs)
+
+    def observe(self, is_to: bool) -> None:
+        """Let Lightning's observer look at the processes that were started, or no longer.
+
+        It kills this one without a word, perhaps before it has said why it ends and with which exit code.
+        """
+        self.observed.clear()
+        if is_to and self.procs:
+            self.observed = [*self.procs]
+            _launch_process_observer(self.observed)
 
 
 class StrategyInternals:
@@ -143,6 +162,11 @@ class StrategyInternals:
 
     def after_run(self) -> None:
         """Called on every rank at the end of what was launched, such as ``trainer.fit``, unless there was an error."""
+
+    def observe_processes(self, is_to: bool) -> None:
+        """Let Lightning look whether those that this process started have failed, or no longer."""
+        if self._launcher is not None:
+            self._launcher.observe(is_to)
 
     def kill_processes(self) -> None:
         """End the processes that this one started, at once."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -384,6 +387,33 @@ def _(kind: Any) -> None:
     launcher.procs.append(Started())
     launcher.kill(9)
     assert sent == [9]
+
+
+@canary("lightning.pytorch.strategies.launchers.subprocess_script._launch_process_observer")
+def _(observe: Any) -> None:
+    """It looks at the processes that are in the list at that time, kills this one for one that failed, or ends."""
+    from lightning.fabric.strategies.launchers import subprocess_script
+
+    class Failed:
+        pid, returncode = 0, 3
+        send_signal = poll = staticmethod(lambda *_: None)
+
+    def look(failed: list[Any], is_cleared: bool) -> list[Any]:
+        killed: list[Any] = []
+        clock = mock.Mock(sleep=lambda _: failed.clear() if is_cleared else None)
+        with (
+            mock.patch.object(subprocess_script, "time", clock),
+            mock.patch("os.kill", lambda *sent: killed.append(sent)),
+        ):
+            observe(failed)
+            threads = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
+            for thread in threads:
+                thread.join(30)
+                assert not thread.is_alive()
+        return killed
+
+    assert look([Failed()], is_cleared=False) == [(os.getpid(), signal.SIGKILL)]
+    assert look([Failed()], is_cleared=True) == []
 
 
 @canary("lightning.pytorch.strategies.Strategy._launcher")
