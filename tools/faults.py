@@ -191,7 +191,7 @@ def job(fault: str, place: str, rank: int, folder: Path) -> None:
     with (
         # Seconds between two looks, not 5. It would kill rank 0 before that one has said why it ends.
         mock.patch.object(_ChildProcessObserver.__init__, "__defaults__", (0.1,)),
-        first(reach, "pipeline.trace", "planning"),
+        first(reach, "pipeline.first_makes", "planning"),
         first(reach, "pipeline.load_parameters", "loading"),
         first(reach, "checkpoints.files.write_tensors", "saving"),
     ):
@@ -297,10 +297,14 @@ def main() -> None:
     """Try all cases, or those whose name (``"kill -9, saving, 1"``) has one of the words given."""
     words = sys.argv[1:]
     chosen = [case for case in CASES if not words or any(word in str(case) for word in words)]
-    outcomes = {}
+    outcomes: dict[Case, Outcome] = {}
+    missed = []
     with ThreadPoolExecutor(AT_ONCE) as threads:
         for case, outcome in zip(chosen, threads.map(attempt_until_reached, chosen), strict=True):
-            outcomes[case] = outcome
+            if outcome.happened:
+                outcomes[case] = outcome
+            else:
+                missed.append(str(case))
             if not words:
                 PAGE.write_text(to_markdown(outcomes))
             print(
@@ -308,6 +312,8 @@ def main() -> None:
                 f"{'' if outcome.happened else ', NOT REACHED'}: {outcome.message}",
                 flush=True,
             )
+    if missed:
+        sys.exit(f"no rank came to the place of {'; '.join(missed)}")
 
 
 if __name__ == "__main__":

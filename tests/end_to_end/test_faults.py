@@ -216,6 +216,7 @@ IN_CI = [
 NIGHTLY = [
     ("SIGTERM, first step, 1", 128 + signal.SIGTERM, "a process of the job got SIGTERM, and all of them end here"),
     ("raise, on_train_end, 1", 1, "rank 1 (process … on …) failed: ValueError: planted"),
+    ("kill -9, planning, 1", 1, "rank 1 (process … on …) has died"),
     ("sys.exit(0), planning, 0", 1, "rank 0 (process … on …) failed: SystemExit: 0"),
     ("kill -9, teardown, 1", 1, "rank 1 (process … on …) has died"),
     ("kill -9, first step, 0", 128 + signal.SIGKILL, "rank 0 (process … on …), which keeps the job together, is gone"),
