@@ -41,6 +41,11 @@ def getters(names: str) -> list[Callable[..., Any]]:
     return [getattr(Tensor, name).__get__ for name in names.split()]
 
 
+def setters(names: str) -> list[Callable[..., Any]]:
+    """By which torch tells modes that these attributes are set."""
+    return [getattr(Tensor, name).__set__ for name in names.split()]
+
+
 _DESCRIBING = (
     "size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_conj is_neg"
     " is_inference is_signed has_names __len__ __hash__"

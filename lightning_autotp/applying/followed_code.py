@@ -27,19 +27,20 @@ function runs, but its calls are seen, and what it gives is of the type that it 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.applying.changed_calls import LocalForward
+from lightning_autotp.applying.typed_tensors import MADE, NEUTRAL, OWN, VIEWED, Call, TensorTypes
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import (
     by_call,
@@ -64,13 +65,11 @@ from lightning_autotp.private.torch_private import (
     recomputing,
     run_as_written,
     uncompiled,
-    without_functions,
 )
 from lightning_autotp.solving.paths import (
     ANY,
     STATIC,
     UNSEEN,
-    ZEROS,
     Given,
     Line,
     ModuleTypes,
@@ -82,29 +81,16 @@ from lightning_autotp.solving.paths import (
     all_agree,
     all_fit,
     fits,
-    is_part,
     said_line,
     type_of,
     without_static,
 )
-from lightning_autotp.torch_functions import ELEMENTWISE, NOT_READING, UNIFORM, writes
+from lightning_autotp.torch_functions import NOT_READING
 
 _UNKNOWN = "unknown"
-_OWN, _UNIFORM = "own", "uniform"
-"""Types of tensors that lines which were not seen make of numbers alone: any, and such of which all elements are equal.
-
-Anywhere else they are static.
-"""
-_MADE = frozenset((STATIC, _OWN, _UNIFORM))
-_NEUTRAL = (STATIC, ZEROS, _OWN, _UNIFORM)
 _DEVICE = Tensor.device.__get__
 _NUMBERS = Tensor.tolist, Tensor.numpy
-_AS_ANOTHER = Tensor.to, Tensor.type_as
-"""Functions that take no elements of their second argument."""
-_WHOLE = ("I", "R", *_NEUTRAL)
-_VIEWED = "viewed"
-"""Of what a line that was not seen makes of a part by one of these functions, until the result's shape is known."""
-_VIEWING = (Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.unsqueeze, Tensor.view, torch.reshape)
+_WHOLE = ("I", "R", *NEUTRAL)
 
 Undo = Callable[[], None]
 
@@ -343,32 +329,17 @@ class _Forward:
         return here.follow(self.__wrapped__, args, kwargs)
 
 
-class _Call(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Call(Call):
     """One call of a torch function.
 
     Attributes:
         line: where it stands.
-        func: the function.
         caller: the frame that calls it.
-        groups: the leaves of each of its arguments.
-        kwargs: its arguments by name.
     """
 
     line: Line
-    func: Any
     caller: FrameType
-    groups: list[list[Any]]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def leaves(self) -> list[Any]:
-        """The leaves of its arguments."""
-        return [leaf for group in self.groups for leaf in group]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among its arguments."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 class _Run:
@@ -388,8 +359,7 @@ class _Run:
     def __init__(self, code: FollowedCode, path: str, seen: SeenPath, types: ModuleTypes, caller: _Run | None) -> None:
         self.code, self.path, self.seen, self.types, self.caller = code, path, seen, types, caller
         self.is_inside = False
-        self._types: dict[int, tuple[weakref.ref[Tensor], Type]] = {}
-        self._neutral: list[weakref.ref[Tensor]] = []
+        self.tensors = TensorTypes(self._type_at_first)
 
     def follow(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's own code."""
@@ -433,10 +403,11 @@ class _Run:
         """
         if _is_of_a_mode(call) or self._is_elsewhere(call):
             return None
-        types = ({self.type(leaf) for leaf in group if isinstance(leaf, Tensor)} for group in call.groups)
-        given = tuple(frozenset(found - _MADE) for found in types)
+        types = ({self.tensors.of(leaf) for leaf in group if isinstance(leaf, Tensor)} for group in call.groups)
+        given = tuple(frozenset(found - MADE) for found in types)
         calls = self.seen.calls.get(call.line, {})
-        found = None if self._is_by_place(call, _OWN) else self._seen_alike(calls, given) or self._unseen(call, given)
+        is_by_place = self.tensors.is_by_place(call, OWN)
+        found = None if is_by_place else self._seen_alike(calls, given) or self._unseen(call, given)
         if found is None:
             seen = f", seen with {' or '.join(map(_said, calls))}" if calls else ""
             raise self.refusal(self.code.model, self.path, f"it calls {said_line(call.line)} with {_said(given)}{seen}")
@@ -446,31 +417,28 @@ class _Run:
         """Note the types of what a call gave, and of what it wrote."""
         found = [leaf for leaf in call_leaves(result) if isinstance(leaf, Tensor)]
         kinds = outcome.results * len(found) if len(outcome.results) == 1 else outcome.results
-        if outcome.results == (_VIEWED,):
+        if outcome.results == (VIEWED,):
             kinds = tuple(self._type_of_view(call, tensor) for tensor in found)
         if len(kinds) != len(found) or not all(map(_has_length, found, kinds)):
             kinds = self._otherwise(call, found)
-        if any(self.type(tensor) == _OWN for tensor in call.tensors):
-            kinds = tuple(_OWN if kind == STATIC else kind for kind in kinds)
+        if any(self.tensors.of(tensor) == OWN for tensor in call.tensors):
+            kinds = tuple(OWN if kind == STATIC else kind for kind in kinds)
         if outcome.written:
             leaves = call.leaves
             for at, kind in outcome.written:
-                self._write(leaves[at], kind)
+                self.tensors.write(leaves[at], kind)
         for tensor, kind in zip(found, kinds, strict=True):
-            self._put(tensor, kind)
+            self.tensors.put(tensor, kind)
 
     def take(self, kinds: Iterable[tuple[str, Type]], value: Any) -> None:
         """Note the types of what the module is given, or of what one that it calls returns."""
         by_place = dict(kinds)
         for place, tensor in _tensors(value):
             if place in by_place:
-                self._put(tensor, by_place[place])
+                self.tensors.put(tensor, by_place[place])
 
-    def type(self, tensor: Tensor) -> Type:
-        """A tensor's type."""
-        found = self._types.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            return found[1]
+    def _type_at_first(self, tensor: Tensor) -> Type:
+        """The type of a tensor of which the module's code has made nothing."""
         kind = self.code.type_of_parameter(tensor) if isinstance(tensor, nn.Parameter) else None
         return self._unknown(tensor) if kind is None else kind
 
@@ -486,7 +454,7 @@ class _Run:
         )
 
     def _unknown(self, tensor: Tensor) -> Type:
-        """The type of a tensor of which nothing was noted."""
+        """The type of a tensor of which nothing is known."""
         return ANY
 
     def _may_be(self, found: Mapping[str, Type], wanted: Iterable[tuple[str, Type]]) -> bool:
@@ -512,108 +480,29 @@ class _Run:
         """What a call gives that was not seen with these types; ``None`` if it may matter that it was not."""
         if call.line not in self.seen.calls and any(map(self.code.declared.__contains__, _codes(call.caller))):
             return Outcome((ANY,), ())
-        if call.func in _AS_ANOTHER:
-            call, given = call._replace(groups=call.groups[:1], kwargs={}), given[:1]
-        kinds = frozenset[Type]().union(*given)
-        parts = frozenset(filter(is_part, kinds))
-        if not parts:
-            made: Type = next((kind for kind in (ANY, "R", "I") if kind in kinds), None) or self._static(call)
-        elif (
-            kinds <= parts | {ZEROS}
-            and len(parts) == 1
-            and call.func in ELEMENTWISE
-            and not self._is_by_place(call, STATIC, _OWN)
-        ):
-            (part,) = parts
-            with without_functions():
-                lengths = {tensor.dim() for tensor in call.tensors if self.type(tensor) == part}
-                longest = max(tensor.dim() for tensor in call.tensors)
-            if not isinstance(part, ShardType) or len(lengths) > 1:
-                return None
-            made = part.behind(longest - lengths.pop())
-        elif (
-            call.func in _VIEWING
-            and len(call.tensors) == 1
-            and all(isinstance(part, ShardType) for part in parts)
-            and not _is_indexed(call)
-        ):
-            made = _VIEWED
-        else:
+        made = self.tensors.made_by(call)
+        if made is None:
             return None
-        return Outcome((made,), ((0, made),) if self._is_written(call) else ())
+        return Outcome((made,), () if call.written is None else ((0, made),))
 
     def _type_of_view(self, call: _Call, made: Tensor) -> Type:
-        """What is a part by its last dims, from the first one that is cut on, which must be those of the part before.
+        """The type of what a line that was not seen makes of a part that it only looks at.
 
         Raises:
-            UnseenPath: if they are not.
+            UnseenPath: if that is cut along another dim.
         """
-        (tensor,) = call.tensors
-        part = self.type(tensor)
-        if isinstance(part, ShardType):
-            with without_functions():
-                first, more = min(dim for dim, *_ in part.dims), made.dim() - tensor.dim()
-                if made.shape[max(first + more, 0) :] == tensor.shape[first:]:
-                    return part.behind(more)
-        raise self.refusal(
-            self.code.model, self.path, f"it calls {said_line(call.line)}, and the dim that is cut is another"
-        )
-
-    def _static(self, call: _Call) -> Type:
-        """What a line that was not seen makes of no parameter."""
-        kinds = set(map(self.type, call.tensors))
-        if call.func in UNIFORM or (kinds and kinds <= {ZEROS, _UNIFORM} and call.func in ELEMENTWISE):
-            return _UNIFORM
-        is_placed = self._is_written(call) and call.func not in ELEMENTWISE
-        return _OWN if is_placed or not kinds or _OWN in kinds else STATIC
-
-    @staticmethod
-    def _is_written(call: _Call) -> bool:
-        return writes(call.line[2]) and bool(call.leaves) and isinstance(call.leaves[0], Tensor)
-
-    def _is_by_place(self, call: _Call, *kinds: Type) -> bool:
-        """Whether an elementwise call takes, beside a part, a tensor of these types that is as long where that is cut.
-
-        A single one counts where it was made of numbers alone, as that many by a rank that has one.
-        """
-        if call.func not in ELEMENTWISE or not any(self.type(tensor) in kinds for tensor in call.tensors):
-            return False
-        types = [(tensor, self.type(tensor)) for tensor in call.tensors]
-        cut = [(tensor, dim) for tensor, kind in types if isinstance(kind, ShardType) for dim, *_ in kind.dims]
-        others = [(tensor, kind) for tensor, kind in types if kind in kinds]
-        with without_functions():
-            return any(
-                _is_as_long(other, part, dim) and (kind == _OWN or part.shape[dim] > 1)
-                for part, dim in cut
-                for other, kind in others
-            )
+        kind = self.tensors.of_view(call, made)
+        if kind is None:
+            what = f"it calls {said_line(call.line)}, and the dim that is cut is another"
+            raise self.refusal(self.code.model, self.path, what)
+        return kind
 
     def _otherwise(self, call: _Call, found: list[Tensor]) -> tuple[Type, ...]:
         """The types of results that are others than a call was seen to give."""
         return (ANY,) * len(found)
 
     def _by_place(self, value: Any) -> dict[str, Type]:
-        return {place: self.type(tensor) for place, tensor in _tensors(value)}
-
-    def _put(self, tensor: Tensor, kind: Type) -> None:
-        reference = weakref.ref(tensor)
-        self._types[id(tensor)] = reference, kind
-        if kind in _NEUTRAL:
-            self._neutral.append(reference)
-
-    def _write(self, tensor: Tensor, kind: Type) -> None:
-        """Note that a tensor was written in place, and what it is now: all that share its memory, too."""
-        alive = [other for reference in self._neutral if (other := reference()) is not None]
-        of_others = (
-            alive if kind not in _NEUTRAL else [other for other in alive if self.type(other) in (ZEROS, _UNIFORM)]
-        )
-        if of_others:
-            memory = tensor.untyped_storage().data_ptr()
-            sharing = [other for other in of_others if other.untyped_storage().data_ptr() == memory]
-            for other in sharing:
-                self._types[id(other)] = weakref.ref(other), _OWN if kind in _NEUTRAL else kind
-            self._neutral = [weakref.ref(other) for other in alive if self._types[id(other)][1] in _NEUTRAL]
-        self._put(tensor, kind)
+        return {place: self.tensors.of(tensor) for place, tensor in _tensors(value)}
 
 
 class _DecidedRun(_Run):
@@ -641,7 +530,7 @@ class _DecidedRun(_Run):
     def _is_elsewhere(self, call: _Call) -> bool:
         return (
             call.func == _DEVICE
-            or (call.func in _NUMBERS and self.type(call.leaves[0]) in _WHOLE)
+            or (call.func in _NUMBERS and self.tensors.of(call.leaves[0]) in _WHOLE)
             or not (is_user_code(call.caller.f_code.co_filename) or call.tensors)  # torch's own, for its modes
             # In the hook of a module that is called, not in the module's own code.
             or next(code for code in _codes(call.caller) if code in _OF_RUNS) is _CALL
@@ -657,7 +546,7 @@ class _DecidedRun(_Run):
             and call.tensors
             and all(group <= {UNSEEN} for group in given)
             and not any(type(leaf) is int and leaf > 1 for leaf in call.leaves)
-            and not writes(call.line[2])
+            and call.written is None
             and "out" not in call.kwargs
         ):
             return Outcome((UNSEEN,), ())
@@ -693,7 +582,8 @@ class _Calls(TorchFunctionMode):
                 return inside(*args, **kwargs)
         caller = calling_frame(func, sys._getframe(1))
         groups = [call_leaves(value) for value in (*args, *kwargs.values())]
-        call = _Call(call_key(caller, func), func, caller, groups, kwargs)
+        line = call_key(caller, func)
+        call = _Call(func, line[2], groups, kwargs, line, caller)
         outcome = run.outcome(call)
         result = func(*args, **kwargs)  # here, as it is told by its frames who calls it
         if outcome is not None:
@@ -706,11 +596,6 @@ def _is_of_a_mode(call: _Call) -> bool:
     return is_operator(call.func) and any(code.co_name == "__torch_dispatch__" for code in _codes(call.caller))
 
 
-def _is_indexed(call: _Call) -> bool:
-    """Whether a call takes some elements only: its index is more than whole dims and new ones."""
-    return call.func is Tensor.__getitem__ and not all(leaf is None or leaf is Ellipsis for leaf in call.groups[1])
-
-
 def _codes(frame: FrameType | None) -> Iterator[CodeType]:
     """The code of a frame and of those that called it."""
     return (one.f_code for one in frames_from(frame))
@@ -720,16 +605,6 @@ def _has_length(tensor: Tensor, kind: Type) -> bool:
     """Whether a tensor is as long as a part of this type."""
     return not isinstance(kind, ShardType) or all(
         dim < tensor.dim() and (length is None or tensor.shape[dim] == length) for dim, _, length in kind.dims
-    )
-
-
-def _is_as_long(tensor: Tensor, part: Tensor, dim: int) -> bool:
-    """Whether a tensor has an element for each of a part along its cut dim, where both are broadcast."""
-    at = dim - part.dim()
-    return (
-        -tensor.dim() <= at < 0
-        and tensor.shape[at] == part.shape[dim]
-        and not (tensor.layout == torch.strided and tensor.stride(at) == 0)  # the same one, repeated
     )
 
 

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from types import TracebackType
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_autotp.applying.typed_tensors import OWN, VIEWED, Call, TensorTypes
 from lightning_autotp.capture.call_sites import call_leaves, calling_frame, frames_from, is_user_code, source_line
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.gradients.parts import GradientPart
@@ -41,7 +43,6 @@ from lightning_autotp.parameters.unchanged import check_unchanged
 from lightning_autotp.private.torch_private import (
     LIST_UPDATES,
     WeakIdKeyDictionary,
-    base_of,
     is_compiled,
     is_in_backward,
     put_below,
@@ -49,31 +50,23 @@ from lightning_autotp.private.torch_private import (
     take_out,
 )
 from lightning_autotp.proving.call_kinds import Arguments, is_looked_at
-from lightning_autotp.torch_functions import BY_PLACE, ELEMENTWISE, LISTED, NOT_READING, writes
+from lightning_autotp.solving.paths import ANY, STATIC, ZEROS, ShardType, Type, type_of
+from lightning_autotp.torch_functions import NOT_READING, functions, getters, setters
 
 
 class UnsoundUse(RuntimeError):
     """Code outside of a parallel model uses a part of it as if it were whole."""
 
 
-_NOT_READING = frozenset({
-    *(function.__name__ for function in NOT_READING),  # getters are all called __get__
-    "__delete__", "__format__", "__repr__", "__set__", "backward", "grad", "is_tensor", "pin_memory", "requires_grad_",
-    "share_memory_", "type",
-})  # fmt: skip
-"""Functions that compute nothing; getters but that of ``data``, setters, and gradients, which represent the whole."""
-_ELEMENTWISE = frozenset(
-    {
-        *(function.__name__ for function in ELEMENTWISE | LIST_UPDATES),
-        "__deepcopy__",
-        "alias",
-    }
+_HARMLESS = NOT_READING.union(
+    functions("backward requires_grad_ share_memory_ is_tensor __format__ __repr__"),
+    (torch.autograd.backward, torch.autograd.grad),
 )
-"""Functions that do with each element by itself what they do: of a part they make the same part of the result."""
+"""Functions that make nothing of elements, but for gradients, which represent the whole."""
+_TAKEN = frozenset(getters("data real imag T mT H mH"))
+_SET = frozenset(setters("data grad"))
+"""Of all attributes, those that give elements, and those that are set to some."""
 
-
-_BY_PLACE = frozenset(function.__name__ for function in BY_PLACE)
-_LISTED = frozenset(function.__name__ for function in LISTED)
 _STEPPING = str(sys.modules["torch.optim.optimizer"].__file__)
 """Where torch's code is that calls the step of every optimizer, whoever wrote it."""
 _TORCH = os.path.join(os.path.dirname(str(torch.__file__)), "")
@@ -121,13 +114,12 @@ class checked(TorchFunctionMode):
         self._calling_hooks = ""
         self._hooks = ExitStack()
         self.is_complete = False  # whether the next call ends it: an optimizer has stepped since it began
-        # Of which ranks have different parts: parameters, their optimizers' states, and what was made of them element
-        # by element.
-        self._parts = WeakIdKeyDictionary()
+        # Of parts: parameters, their optimizers' states, and what was made of them element by element; and of own
+        # tensors that have another number at each place, of whatever shape they were asked for. All others may be used
+        # beside parts, as what the user has is of a part's shape only where it is meant for the part.
+        self._types = TensorTypes(lambda _: ANY, beside=(ZEROS, ANY), of_nothing=ANY)
         # Which every rank has, and whose gradients are summed over the ranks.
         self._summed = WeakIdKeyDictionary()
-        # Own tensors that have another number at each place, of whatever shape they were asked for.
-        self._by_place = WeakIdKeyDictionary()
 
     def __enter__(self) -> checked:
         self._look()
@@ -177,7 +169,7 @@ class checked(TorchFunctionMode):
                 if isinstance(of.layout, Replicate):
                     self._summed[place.parameter] = of
                 elif not isinstance(of.layout, Invariant):
-                    self._parts[place.parameter] = of
+                    self._types.put(place.parameter, _type(of))
             for module in model.modules():
                 self._hooks.callback(module.register_forward_pre_hook(self._pause, prepend=True).remove)
                 self._hooks.callback(module.register_forward_hook(self._go_on, always_call=True).remove)
@@ -188,10 +180,16 @@ class checked(TorchFunctionMode):
         """After an optimizer's step: the states of a part are parts, too."""
         self.is_complete = True
         for parameter, state in optimizer.state.items():
-            of = self._parts.get(parameter)
-            for value in state.values() if of is not None and isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and tuple(value.shape) == of.local_shape:
-                    self._parts[value] = of
+            of = self._part(parameter)
+            if of is not None and isinstance(state, dict):
+                for value in state.values():
+                    if isinstance(value, Tensor) and tuple(value.shape) == of.local_shape:
+                        self._types.put(value, _type(of))
+
+    def _part(self, tensor: Tensor) -> PartOf | None:
+        """What a tensor is a part of; parts of gradients represent the whole."""
+        kind = self._types.of(tensor)
+        return kind.of if isinstance(kind, ShardType) and not isinstance(tensor, PartOfGradient) else None
 
     def _pause(self, *_: Any) -> None:
         self._paused += 1
@@ -204,62 +202,64 @@ class checked(TorchFunctionMode):
         if self._paused or torch.compiler.is_compiling() or is_in_backward():
             return func(*args, **kwargs)
         name = _name(func)
-        given = args[:1] if name == "__deepcopy__" else (args, kwargs)  # and not what was copied before
-        tensors = [leaf for leaf in call_leaves(given) if isinstance(leaf, Tensor)]
-        # Parts of gradients represent the whole.
-        part = next((x for x in tensors if x in self._parts and not isinstance(x, PartOfGradient)), None)
-        summed = next((tensor for tensor in tensors if tensor in self._summed), None)
-        differing = [tensor for tensor in tensors if tensor in self._by_place]
-        if differing and name != "__get__" and (beside := self._beside(tensors, differing)) and self._is_users(func):
-            raise self._refusal(name, beside, _BY_PLACE_TOO, _WHOLE_SHAPE)
+        call = Call(func, name, [call_leaves(value) for value in (*args, *kwargs.values())], kwargs).of_elements()
+        tensors = call.tensors
         why = _NOT_OF_CUT.get(func)
         if why is not None and any(isinstance(x, DTensor) for x in tensors) and self._is_users(func):
             raise UnsoundUse(f"{why}\n  at {source_line(sys._getframe(1))}")
-        if name in _NOT_READING:
+        if not _takes_elements(func):
             return func(*args, **kwargs)
-        is_by_place = bool(differing) or (name in _BY_PLACE and not (name in _LISTED and tensors))
-        if (part is None and summed is None) or not self._is_users(func):
-            return self._noted(name, args, func(*args, **kwargs), is_by_place)
-        if summed is not None and summed.requires_grad and torch.is_grad_enabled() and name != "detach":
+        calls = call.of_each() if func in LIST_UPDATES else [call]
+        gradients = [
+            (x, _type(x.part)) for x in tensors if isinstance(x, GradientPart) and isinstance(x.part.layout, Shard)
+        ]
+        of = next(filter(None, map(self._part, tensors)), None)
+        summed = next((tensor for tensor in tensors if tensor in self._summed), None)
+        is_by_place = any(self._types.is_by_place(one, STATIC, OWN, parts=gradients) for one in calls)
+        if is_by_place and self._is_users(func):
+            raise self._refusal(name, of or gradients[0][1].of, _BY_PLACE_TOO, _WHOLE_SHAPE)
+        if of is None and summed is None:
+            return self._noted(calls, func(*args, **kwargs))
+        if not self._is_users(func):
+            return func(*args, **kwargs)
+        is_used = torch.is_grad_enabled() and name not in ("detach", "__set__")
+        if summed is not None and summed.requires_grad and is_used:
             raise self._refusal(name, self._summed[summed], _SUMMED)
-        if part is None:
-            return self._noted(name, args, func(*args, **kwargs), is_by_place)
-        of = self._parts[part]
-        if name not in _ELEMENTWISE and not (name == "equal" and self._tells_of_wholes(tensors)):
+        if of is None:
+            return func(*args, **kwargs)
+        made = [self._types.made_by(one) for one in calls]
+        if None in made and not (name == "equal" and self._tells_of_wholes(tensors)):
             raise self._refusal(name, of, _PART)
         result = func(*args, **kwargs)
-        is_of_lists = name.startswith("_foreach")
-        if isinstance(result, tuple) and not is_of_lists:  # such as the places where a condition holds
+        if call.written is not None:
+            note_written(leaf for leaf in call.groups[0] if self._part(leaf) is not None)
+        # A tuple: such as the mantissas and exponents of elements.
+        if (isinstance(result, tuple) and func not in LIST_UPDATES) or not self._note(calls, made, result):
             raise self._refusal(name, of, _PART)
-        if writes(name):
-            note_written(leaf for leaf in call_leaves(args[:1]) if leaf in self._parts)
-        for made in call_leaves(result):
-            # Of several tensors the others may be whole; of one, what it was broadcast to is a part, too.
-            if isinstance(made, Tensor) and (not is_of_lists or tuple(made.shape) == of.local_shape):
-                self._parts[made] = of
         return result
 
-    def _noted(self, name: str, args: Sequence[Any], result: Any, is_by_place: bool) -> Any:
+    def _noted(self, calls: Sequence[Call], result: Any) -> Any:
         """The result of a function of own tensors, of which it is noted whether they have other numbers by place."""
-        written = call_leaves(args[:1]) if writes(name) else []
-        if is_by_place or (name == "__setitem__" and not _is_all(args[1])):
-            for made in (*call_leaves(result), *written):
-                if isinstance(made, Tensor) and made.dim() and not isinstance(made, PartOfGradient):
-                    self._by_place[made] = True
-                    if written and (base := base_of(made)) is not None:
-                        self._by_place[base] = True
+        self._note(calls, [self._types.made_by(one) for one in calls], result)
         return result
 
-    def _beside(self, tensors: Sequence[Tensor], differing: Sequence[Tensor]) -> PartOf | None:
-        """Of what there is a part among the tensors along whose cut one of the others has another number by place."""
-        for tensor in tensors:
-            of = tensor.part if isinstance(tensor, GradientPart) else self._parts.get(tensor)
-            for dim, _ in of.layout.dims if of is not None and isinstance(of.layout, Shard) else ():
-                size = of.local_shape[dim]
-                from_end = len(of.shape) - dim
-                if size not in (1, of.shape[dim]) and any(x.shape[-from_end:][:1] == (size,) for x in differing):
-                    return of
-        return None
+    def _note(self, calls: Sequence[Call], made: Sequence[Type | None], result: Any) -> bool:
+        """Note the types of what calls gave and wrote; whether each of a part is cut along the same dim as that."""
+        found = [leaf for leaf in call_leaves(result) if isinstance(leaf, Tensor)]
+        for at, (call, kind) in enumerate(zip(calls, made, strict=True)):
+            if kind is None:
+                continue
+            for tensor in found[at :: len(calls)]:
+                if isinstance(tensor, PartOfGradient):
+                    continue
+                now = self._types.of_view(call, tensor) if kind == VIEWED else kind
+                if now is None:
+                    return False
+                if now != self._types.of(tensor):
+                    self._types.put(tensor, now)
+            if call.written is not None and kind != VIEWED:
+                self._types.write(call.written, kind)
+        return True
 
     def _tells_of_wholes(self, tensors: Sequence[Tensor]) -> bool:
         """Whether ``torch.equal`` of these two, parts at least one of them, gives the answer for the whole tensors.
@@ -269,7 +269,7 @@ class checked(TorchFunctionMode):
         """
         if len(set(map(id, tensors))) == 1 or any(isinstance(tensor, PartOfGradient) for tensor in tensors):
             return True
-        parts = [self._parts.get(tensor) for tensor in tensors]
+        parts = [self._part(tensor) for tensor in tensors]
         ranks = next(part.group.size for part in parts if part is not None)
         here = [plain(tensor) for tensor in tensors]
         shapes = {tuple(x.shape) if part is None else part.shape for x, part in zip(tensors, parts, strict=True)}
@@ -395,10 +395,19 @@ _WHOLE_SHAPE = (
 )
 
 
-def _is_all(index: Any) -> bool:
-    """Whether an index means every place."""
-    items = index if isinstance(index, tuple) else (index,)
-    return all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items)
+def _type(of: PartOf) -> ShardType:
+    """The type of a part of a parameter."""
+    kind = type_of(of.layout, of.group.rank)
+    assert isinstance(kind, ShardType)
+    return replace(kind, of=of)
+
+
+def _takes_elements(func: Any) -> bool:
+    """Whether a function makes something of a tensor's elements, or puts others in their place."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return func in _TAKEN
+    return func in _SET if name == "__set__" else name != "__delete__" and func not in _HARMLESS
 
 
 def _name(func: Any) -> str:

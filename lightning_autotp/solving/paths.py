@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_autotp.layouts.types import Layout, Shard
 from lightning_autotp.operators import record
@@ -37,16 +38,18 @@ class ShardType:
 
     Attributes:
         dims: each sharded dim, how it is cut, and this rank's length of it, where no batch changes that.
+        of: what it is a part of, where that is one parameter.
     """
 
     dims: tuple[tuple[int, str, int | None], ...]
+    of: Any = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"S({', '.join(str(dim) for dim, *_ in self.dims)})"
 
     def behind(self, more: int) -> ShardType:
         """The type of such a part behind so many more dims."""
-        return ShardType(tuple((dim + more, cut, length) for dim, cut, length in self.dims))
+        return replace(self, dims=tuple((dim + more, cut, length) for dim, cut, length in self.dims))
 
 
 Type = str | ShardType

@@ -95,6 +95,8 @@ def beside_a_gradient(make: Callable[[torch.Size], Tensor]) -> Use:
 UNSOUND: dict[str, tuple[Use, str]] = {
     "an own head": (lambda m, h: F.linear(h, m.lm_head.weight), "linear on lm_head.weight"),
     "matmul": (lambda m, h: h @ m.lm_head.weight.t(), "on lm_head.weight"),
+    "transposed": (lambda m, h: h @ m.lm_head.weight.T, "__get__ on lm_head.weight"),
+    "transposed data": (lambda m, h: m.lm_head.weight.data.mT.norm(), "__get__ on lm_head.weight"),
     "rows of an embedding": (
         lambda m, h: m.model.embed_tokens.weight[IDS], "__getitem__ on model.embed_tokens.weight"
     ),
@@ -115,6 +117,9 @@ UNSOUND: dict[str, tuple[Use, str]] = {
     "distance": (lambda m, h: nn.CosineSimilarity()(m.lm_head.weight, m.lm_head.weight), "on lm_head.weight"),
     "broadcast": (
         lambda m, h: (m.lm_head.weight - torch.arange(3.0)[:, None, None]).square().amin(0), "amin on lm_head.weight"
+    ),
+    "another part beside it": (
+        lambda m, h: m.lm_head.weight * m.model.layers[0].mlp.up_proj.weight[:1], "__getitem__ on model.layers.0.mlp"
     ),
     "places": (lambda m, h: torch.where(m.lm_head.weight.data > 0), "where on lm_head.weight"),
     "stacked": (lambda m, h: torch.stack([m.lm_head.weight.float()]), "stack on lm_head.weight"),
@@ -150,6 +155,8 @@ SOUND: dict[str, Use] = {
     "copied": lambda m, h: m.lm_head.weight.data.copy_(m.lm_head.weight.detach().clone()),
     "frozen": lambda m, h: m.lm_head.weight.requires_grad_(False).requires_grad_(True),
     "whole parameters": lambda m, h: m.model.norm.weight.pow(2).sum(),
+    "elements in their place": lambda m, h: m.lm_head.weight.data.__setitem__(..., m.lm_head.weight.data * 2),
+    "a view of more dims": lambda m, h: m.lm_head.weight.data.unsqueeze(0)[None].mul_(2),
     "an average": lambda m, h: torch._foreach_lerp_(
         [p.data.clone() for p in m.parameters()], [p.data for p in m.parameters()], 0.1
     ),
