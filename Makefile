@@ -41,9 +41,9 @@ train: $(VENV)/.weights
 
 # Several processes share the cores, so each computes on one thread; a file's tests stay together, for they share what
 # its fixtures prepare, and files begin in the order that tests/conftest.py gives them, slow ones first; nothing in the
-# tests comes from a hub.
+# tests comes from a hub. Bytecode is kept, also where the environment says that none is: dozens of interpreters start.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Layouts, rules, the solver, walls, canaries and one parity; of tests/unit not those that read, convert, trace and prove models.
