@@ -137,46 +137,52 @@ def _rank(rank: int, ranks: int, kind: str, directory: str, results: Any) -> Non
 
 def _figures(kind: str, ranks: int) -> dict[str, Any]:
     """What this process reaches while the others do the same. Collective."""
-
-    def seconds_of(module: nn.Module, x: Tensor) -> float:
-        """Of a forward and a backward pass, while all ranks make one."""
-
-        def step() -> None:
-            module.zero_grad()
-            module(x).backward()
-
-        return _seconds(step, kind)
-
-    def products(dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
-        """What products reach, of rising sizes."""
-        rates = []
-        for width in _WIDTHS[kind]:
-            module, x = _made(_Products(width), width, kind, dtype)
-            work = _work(module, x)
-            touched = sum(moved * count for (*_, moved), count in work.products.items())
-            rates.append((work.flops / touched, work.flops / seconds_of(module, x)))
-        return tuple(rates)
-
     width = _WIDTHS[kind][-1]
     module, x = _made(_BetweenProducts(width), width, kind, torch.float32)
     others = _work(module, x).others
-    bandwidth = (others.bytes + others.fixed_bytes) / seconds_of(module, x)
+    bandwidth = (others.bytes + others.fixed_bytes) / _seconds_of(module, x, kind)
+    in_bf16, in_fp32 = _product_rates(kind, torch.bfloat16), _product_rates(kind, torch.float32)
+    return {
+        "peak_bf16": max(rate for _, rate in in_bf16),
+        "peak_fp32": max(rate for _, rate in in_fp32),
+        "product_rates_bf16": in_bf16,
+        "product_rates_fp32": in_fp32,
+        "operator_rates_bf16": _operator_rates(kind, torch.bfloat16, bandwidth),
+        "operator_rates_fp32": _operator_rates(kind, torch.float32, bandwidth),
+        "memory_bandwidth": bandwidth,
+        **_between(kind, ranks),
+        **(_host(kind) if kind == "cuda" else {}),
+    }
 
-    def operators(dtype: torch.dtype) -> tuple[tuple[str, float], ...]:
-        """What operators reach that have a rate of their own, forward and backward."""
-        rates: dict[str, float] = {}
-        for name, call in _OF_THEIR_OWN.items():
-            module, x = _made(_Calling(call), width, kind, dtype)
-            ran = _work(module, x).ran
-            own = [one for one in ran if one.name.startswith(f"aten.{name}")]
-            rest = sum(one.bytes for one in ran if one not in own)
-            done = sum(one.bytes if one.flops is None else one.flops for one in own)
-            seconds = max(seconds_of(module, x) - rest / bandwidth, 1e-9)
-            rates |= dict.fromkeys((one.name for one in own), done / seconds)
-        return tuple(rates.items())
 
-    in_bf16, in_fp32 = products(torch.bfloat16), products(torch.float32)
-    part = torch.ones((256 if kind == "cuda" else 8) * _MEBIBYTES // 4 // ranks, device=kind)
+def _product_rates(kind: str, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
+    """What products reach, of rising sizes: operations for each byte that they touch, and operations in a second."""
+    rates = []
+    for width in _WIDTHS[kind]:
+        module, x = _made(_Products(width), width, kind, dtype)
+        work = _work(module, x)
+        touched = sum(moved * count for (*_, moved), count in work.products.items())
+        rates.append((work.flops / touched, work.flops / _seconds_of(module, x, kind)))
+    return tuple(rates)
+
+
+def _operator_rates(kind: str, dtype: torch.dtype, bandwidth: float) -> tuple[tuple[str, float], ...]:
+    """What operators reach that have a rate of their own, forward and backward, beside others at this bandwidth."""
+    rates: dict[str, float] = {}
+    for name, call in _OF_THEIR_OWN.items():
+        module, x = _made(_Calling(call), _WIDTHS[kind][-1], kind, dtype)
+        ran = _work(module, x).ran
+        own = [one for one in ran if one.name.startswith(f"aten.{name}")]
+        rest = sum(one.bytes for one in ran if one not in own)
+        done = sum(one.bytes if one.flops is None else one.flops for one in own)
+        seconds = max(_seconds_of(module, x, kind) - rest / bandwidth, 1e-9)
+        rates |= dict.fromkeys((one.name for one in own), done / seconds)
+    return tuple(rates.items())
+
+
+def _between(kind: str, ranks: int) -> dict[str, float]:
+    """What the links between the processes reach."""
+    part = _large(kind, ranks)
     moved = part.repeat(ranks)
     small = torch.ones(8, device=kind)
     factor = torch.randn(_WIDTHS[kind][1], _WIDTHS[kind][1], device=kind)
@@ -199,19 +205,16 @@ def _figures(kind: str, ranks: int) -> dict[str, Any]:
     sent = (ranks - 1) / ranks * moved.nbytes
     link = 2 * sent / max(gathered + scattered - 2 * latency, 1e-9)
     return {
-        "peak_bf16": max(rate for _, rate in in_bf16),
-        "peak_fp32": max(rate for _, rate in in_fp32),
-        "product_rates_bf16": in_bf16,
-        "product_rates_fp32": in_fp32,
-        "operator_rates_bf16": operators(torch.bfloat16),
-        "operator_rates_fp32": operators(torch.float32),
-        "memory_bandwidth": bandwidth,
         "link_bandwidth": link,
         # Ranks that compute are never all ready at once, and wait for each other.
         "latency": max(latency, products_between(lambda: dist.all_reduce(small)) - products_between(lambda: None)),
         "all_reduce_passes": max(reduced - latency, 1e-9) * link / sent,
-        **(_host(moved) if kind == "cuda" else {}),
     }
+
+
+def _large(kind: str, ranks: int) -> Tensor:
+    """A rank's part of what is sent."""
+    return torch.ones((256 if kind == "cuda" else 8) * _MEBIBYTES // 4 // ranks, device=kind)
 
 
 def _made(module: nn.Module, width: int, kind: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
@@ -224,14 +227,25 @@ def _work(module: nn.Module, x: Tensor) -> Work:
     return rehearse(module, {"x": x}, precision="32-true", optimizer="none").work  # that is, without autocast
 
 
-def _host(on_device: Tensor) -> dict[str, float]:
+def _host(kind: str) -> dict[str, float]:
     """What the host's memory reaches for all processes together, and what its link to this one's GPU."""
+    on_device = _large(kind, 1)
     there, beside = (torch.ones(on_device.shape, pin_memory=True) for _ in range(2))
     copied = 2 * there.nbytes * dist.get_world_size()
     return {
         "host_memory_bandwidth": copied / _seconds(lambda: beside.copy_(there), "cuda"),
         "host_link_bandwidth": there.nbytes / _seconds(lambda: there.copy_(on_device), "cuda"),
     }
+
+
+def _seconds_of(module: nn.Module, x: Tensor, kind: str) -> float:
+    """Of a forward and a backward pass, while all ranks make one. Collective."""
+
+    def step() -> None:
+        module.zero_grad()
+        module(x).backward()
+
+    return _seconds(step, kind)
 
 
 def _seconds(call: Callable[[], Any], kind: str) -> float:
