@@ -58,8 +58,6 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 """What a rank may do, by name."""
 
-# What every start says.
-_PHASES = r"tracing |choosing |proving |planned |each rank's |\w+ is not divided|\w+ on \d+ ranks: "
 PLACES = ("planning", "loading", "first step", "saving", "validation", "teardown")
 """Where in a run, in its order, every fault is tried."""
 
@@ -108,7 +106,7 @@ class Outcome:
     def message(self) -> str:
         """The line that says why, with what differs from run to run replaced; empty if there is none."""
         found = re.findall(r"lightning_autotp: rank \d+ ends, because (.*?)(?:\. To go on, .*)?\n", self.said)
-        found = found or re.findall(rf"lightning_autotp: (?!{_PHASES})(.*)", self.said)
+        found = found or re.findall(r"lightning_autotp: ((?:a )?process .*)", self.said)
         found = found or re.findall(r"(?m)^(?:\[rank\d+\]: )?((?!PeerError)[\w.]*(?:Error|Exception): .*)$", self.said)
         text = re.sub(r"process \d+ on [^)\s]+\)", "process … on …)", found[0]) if found else ""
         return text if len(text) < 160 else f"{text[:160]}..."
