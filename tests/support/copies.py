@@ -19,7 +19,7 @@ from training import SavesAfter, Task, assert_parity, blocks, fit
 
 from lightning_autotp import AutoTPStrategy
 
-STEPS = 8
+STEPS = 4  # two epochs of a copy of two
 
 
 class OneKeyHead(Task):
@@ -69,7 +69,7 @@ def trained_on(task: Task, strategy: Any, devices: int, data: Any = None, **opti
     """Train a task, which may have been trained before."""
     L.seed_everything(3, verbose=False)
     task.begin()
-    data = DataLoader(blocks(), batch_size=5) if data is None else data  # type: ignore[arg-type]
+    data = DataLoader(blocks(), batch_size=10) if data is None else data  # type: ignore[arg-type]
     return fit(strategy, devices, task, data=data, **{"max_steps": STEPS, **options})
 
 
@@ -111,6 +111,10 @@ def scaling() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
 
 
+SCALED = 6
+"""Steps after which the scale has gone down and up again."""
+
+
 class Overflow(OneKeyHead):
     """In the third step a gradient overflows, on the last rank only."""
 
@@ -142,12 +146,10 @@ def four_ranks(directory: str, names: list[str]) -> dict[str, Any]:
     """What is always run, and what else is among these names."""
     folder, seen = Path(directory), {}
     paths = {name: folder / f"2x2 {name}.ckpt" for name in FORMATS}
-    for case, options, kind in (
-        ("parity", {}, "file"),
-        ("sequence parallel", {"sequence_parallel": True}, "directory"),
-    ):
-        strategy = AutoTPStrategy(2, 2, **options, **FORMATS[kind])
-        seen[case] = trained(strategy, 4, callbacks=[SavesAfter(HALF, paths[kind])])
+    task = OneKeyHead("config")
+    seen["parity"] = trained_on(task, AutoTPStrategy(2, 2), 4, callbacks=[SavesAfter(HALF, paths["file"])])
+    strategy = AutoTPStrategy(2, 2, sequence_parallel=True, **FORMATS["directory"])
+    seen["sequence parallel"] = trained(strategy, 4, callbacks=[SavesAfter(HALF, paths["directory"])])
     seen["biases"] = trained(
         AutoTPStrategy(2, 2, sequence_parallel=True), 4, Biased, precision="bf16-mixed", max_steps=HALF
     )
@@ -156,14 +158,14 @@ def four_ranks(directory: str, names: list[str]) -> dict[str, Any]:
             seen[case] = trained(AutoTPStrategy(2, 2, **options), 4, **clipping)
     for name, path in paths.items():
         if name in names:
-            seen[f"resumed {name}"] = trained(AutoTPStrategy(2, 2), 4, ckpt_path=path)
+            seen[f"resumed {name}"] = trained_on(task, AutoTPStrategy(2, 2), 4, ckpt_path=path)
     # Two replicas, each sharded over two ranks; and two of a single rank of each of two tensor-parallel ones.
     loaded = AutoTPStrategy(1, (2, 2), **FORMATS["directory"])
     trained(loaded, 4, max_steps=HALF, ckpt_path=paths["file"], save=folder / HYBRID)
     seen["hybrid"] = trained(AutoTPStrategy(1, (2, 2)), 4, ckpt_path=folder / HYBRID, **NORM)
     seen["replicas"] = trained(AutoTPStrategy(2, (2, 1)), 4, **CLIPPED)
     scaled = scaling()
-    seen["scaled"] = trained(AutoTPStrategy(2, 2), 4, Overflow, plugins=[scaled])
+    seen["scaled"] = trained(AutoTPStrategy(2, 2), 4, Overflow, plugins=[scaled], max_steps=SCALED)
     seen["scaler afterwards"] = type(scaled.scaler), scaled.scaler.get_scale()  # type: ignore[union-attr]
     seen["time limits"] = time_limits()
     return seen

@@ -6,6 +6,7 @@ gradients are summed over the ranks once for an optimizer's step, or when somebo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache
@@ -20,7 +21,7 @@ from tiny import tiny_model, token_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_ranks import run_trainer_ranks
-from training import trainer
+from training import SameStart, trainer
 
 from lightning_autotp import AutoTPFabricStrategy, AutoTPStrategy, full_gradients, full_state_dict
 from lightning_autotp.layouts.types import Replicate
@@ -90,14 +91,17 @@ class Reads(L.Callback):
         pl_module.log("norm", pl_module.found.norms[-1]["model.norm.weight"])
 
 
-class Accumulates(L.LightningModule):
-    """A task of one kind; see :data:`KINDS`."""
+class Accumulates(SameStart):
+    """A task of one kind after another; see :data:`KINDS`."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
+    kind: str
+
+    def begin(self, kind: str) -> None:
+        """Be of a kind, with the weights of the first one and nothing seen."""
         self.kind = kind
         self.found = Seen()
         self.automatic_optimization = kind != "manual"
+        self.restore()
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
@@ -140,15 +144,17 @@ KINDS = (
 )  # fmt: skip
 """Norms are read after every pass, but in "unread"; gradients are changed there; the loop is written by hand, with two
 passes a batch; zero_grad leaves zeros; the optimizer is the first to read."""
+BUILT_OTHERWISE = ("compiled", "checkpointed", "checkpointed, reentrant")
 CHANGING = ("read", "unread", "changed", "manual", "stepped")
 """Those that have numbers of their own in one process."""
 
 
-def fit(kind: str, strategy: Any = "auto", devices: int = 1) -> dict[str, Any]:
+def fit(kind: str, strategy: Any = "auto", devices: int = 1, task: Accumulates | None = None) -> dict[str, Any]:
     options: dict[str, Any] = {"max_epochs": 1, "max_steps": -1}
     if kind != "manual":
         options |= {"accumulate_grad_batches": TOGETHER, "gradient_clip_val": 0.5}
-    task = Accumulates(kind)
+    task = Accumulates() if task is None else task
+    task.begin(kind)
     callbacks = [] if kind == "unread" else [Reads()]
     trainer(strategy, devices, **options, callbacks=callbacks).fit(task, DataLoader(DATA))  # type: ignore[arg-type]
     return task.found.end(task.model)
@@ -273,11 +279,15 @@ Found = list[dict[tuple[str, bool], dict[str, Any]]]
 
 
 def two_ranks(runs: list[tuple[str, bool]]) -> dict[tuple[str, bool], dict[str, Any]]:
-    found = {}
+    found: dict[tuple[str, bool], dict[str, Any]] = {}
+    tasks: dict[tuple[str, bool], Accumulates] = defaultdict(Accumulates)  # by what their models are
     for case, tokens in runs:
         run, kind = CASES[case]
-        made = AutoTPStrategy if run is fit else AutoTPFabricStrategy
-        found[case, tokens] = run(kind, made(2, 1, sequence_parallel=tokens), 2)
+        if run is fit:
+            task = tasks[kind if kind in BUILT_OTHERWISE else "", tokens]
+            found[case, tokens] = fit(kind, AutoTPStrategy(2, 1, sequence_parallel=tokens), 2, task)
+        else:
+            found[case, tokens] = run(kind, AutoTPFabricStrategy(2, 1, sequence_parallel=tokens), 2)
     return found
 
 

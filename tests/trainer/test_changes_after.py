@@ -127,22 +127,27 @@ def drawn_anew(model: Any) -> None:
 
 
 RIGHT: dict[str, Callable[[Any], Any]] = {
-    "itself": lambda model: None,
     "another norm weight": new_norm,
     "another layer's values": new_attention,
     "dtypes": converted,
     "frozen and back": frozen_and_back,
-    "modes": modes,
     "own state": own_state,
-    "own state beside another module": own_state_beside_another_module,
     "wrapped": wrapped,
     "forwards wrapped": around_forwards,
     "tied again": tied_again,
-    "replaced and back": replaced_and_back,
     "drawn anew": drawn_anew,
     "copy of a copy": copy.deepcopy,
     "copy of a wrapped": lambda model: copy.deepcopy(wrapped(model) or model),
 }
+"""Each of a model that was not used."""
+
+OF_ONE: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda model: None,
+    "modes": modes,
+    "own state beside another module": own_state_beside_another_module,
+    "replaced and back": replaced_and_back,
+}
+"""One after the other of one model, which trains in between."""
 
 
 def given_tensors(model: Any, of: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -180,17 +185,21 @@ def one_step(model: Any, parallel: bool) -> dict[str, Any]:
     return seen
 
 
-def results(make: Callable[[], Any], parallel: bool) -> dict[str, Any]:
+def results(original: Any, make: Callable[[], Any], parallel: bool) -> dict[str, Any]:
+    """Of copies of a model, and in the end of itself."""
     seen: dict[str, Any] = {}
     for name, change in RIGHT.items():
         model = make()
         changed = change(model)
         seen[name] = one_step(changed if isinstance(changed, nn.Module) else model, parallel)
+    model = make()
     for name, of in FUNCTIONAL.items():
-        model = make()
         loss, _ = given_tensors(model, of)
         seen[name] = {"loss": loss, "gradients": gradients_of(model, parallel)}
         seen[f"{name}, then as before"] = one_step(model, parallel)
+    for name, change in OF_ONE.items():
+        change(original)
+        seen[name] = one_step(original, parallel)
     return seen
 
 
@@ -362,15 +371,14 @@ def on_every_rank(rank: int, world_size: int, family: str) -> dict[str, Any]:
     def make() -> Any:
         return copy.deepcopy(original)
 
-    seen = {"right": results(make, parallel=True)}
-    seen["sums"] = sorted(original.autotp.gradient_sums)
+    seen: dict[str, Any] = {"sums": sorted(original.autotp.gradient_sums)}
     seen["wrong"] = {name: refused(make(), change) for name, (change, _, _) in wrong_of(family).items()}
     model = make()
     before = full_state_dict(model)
     error_of(whole_state, model)
     after = full_state_dict(model)
     seen["untouched"] = all(torch.equal(before[name], after[name]) for name in before)
-    seen["right"]["itself"] = one_step(original, parallel=True)
+    seen["right"] = results(original, make, parallel=True)
     load_full_state_dict(model, model_of(family).state_dict())
     drawing = parallelize(Drawing(), dist.group.WORLD, example_inputs=(torch.zeros(3, 4),), cut={"matrix": 0})
     seen["drawn"] = error_of(drawing.reset_parameters)
@@ -393,7 +401,7 @@ def found(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
 
 @cache
 def wanted(family: str) -> dict[str, Any]:
-    return results(lambda: model_of(family), parallel=False)
+    return results(model_of(family), lambda: model_of(family), parallel=False)
 
 
 def test_what_may_change_is_as_on_one_process(found: tuple[str, list[dict[str, Any]]]) -> None:
@@ -476,6 +484,7 @@ def two_by_two(rank: int, world_size: int) -> dict[str, Any]:
     given = {name: torch.ones(parameter.shape).double() for name, parameter in model.named_parameters()}
     seen["functional"] = error_of(functional_call, model, given, kwargs={"input_ids": IDS})
     seen["head"] = refused(model, another_head)
+    seen["resized"] = error_of(model.resize_token_embeddings, 140)
     return seen
 
 
@@ -486,6 +495,8 @@ def test_two_copies() -> None:
             torch.testing.assert_close(seen["weights"][name], value, rtol=1e-10, atol=1e-10)
         assert "was given for one call, and FSDP2 would use its own" in seen["functional"]
         assert "lm_head was replaced by another module, a Linear" in seen["head"][1]
+        assert seen["resized"].startswith("RuntimeError: ")
+        assert "GPT2LMHeadModel.resize_token_embeddings: FSDP2 has sharded the parameters" in seen["resized"]
 
 
 # --- in one process ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from torchmetrics.functional import mean_squared_error
 from trainer_ranks import run_trainer_ranks
+from training import error_of
 
 from lightning_autotp import AutoTPStrategy, UnsoundUse, checked, full_gradients, full_tensor, parallelize
 
@@ -253,10 +255,7 @@ AS_IN_ONE_PROCESS: dict[str, Callable[[Any], float]] = {
 }
 
 
-def read_alike(rank: int, size: int) -> None:
-    model = tiny_model("llama", num_hidden_layers=1)
-    whole = copy.deepcopy(model)
-    parallelize(model, dist.group.WORLD)
+def read_alike(model: Any, whole: Any) -> int:
     for name, use in AS_IN_ONE_PROCESS.items():
         wanted = use(whole)
         assert use(model) == pytest.approx(wanted, rel=1e-5), name
@@ -267,6 +266,7 @@ def read_alike(rank: int, size: int) -> None:
             assert use(model) == pytest.approx(wanted, rel=1e-5), f"{name}, watched"
         whole.zero_grad()
         model.zero_grad()
+    return len(AS_IN_ONE_PROCESS)
 
 
 class ThroughData(torch.optim.SGD):
@@ -278,10 +278,13 @@ class ThroughData(torch.optim.SGD):
                 parameter.data.sub_(parameter.grad, alpha=group["lr"])
 
 
-def late_logits(rank: int, size: int) -> None:
-    """Of weights that were written since, so that they cannot be computed any more."""
-    model: Any = tiny_model("llama", num_hidden_layers=1)
-    parallelize(model, dist.group.WORLD)
+def late_logits(model: Any) -> str:
+    """Of weights that were written since, so that they cannot be computed any more; and an error of a mode that hooks.
+
+    Returns:
+        What is said in the end.
+    """
+    model.zero_grad()
     output = model(input_ids=IDS, labels=IDS)
     output.loss.backward()
     ThroughData(model.parameters(), 0.1).step()
@@ -296,13 +299,9 @@ def late_logits(rank: int, size: int) -> None:
             write(model.lm_head.weight)
         with pytest.raises(RuntimeError, match="not needed until now, and the weight that they are made of changed"):
             output.logits.clone()
-    said = r"^torch\.distributed\._tools\.mod_tracker, line \d+ added a hook .* keep_whole="  # by which that mode hooks
-    with CommDebugMode(), pytest.raises(RuntimeError, match=said):
+    with CommDebugMode(), pytest.raises(RuntimeError) as hooked:
         model(input_ids=IDS, labels=IDS).loss.backward()
-
-
-def test_logits_that_are_late_are_an_error() -> None:
-    run_ranks(late_logits, 2)
+    return str(hooked.value)
 
 
 class Pair(nn.Module):
@@ -318,7 +317,7 @@ class Pair(nn.Module):
         return losses[0] + 2 * losses[1]
 
 
-def shared_embeddings(rank: int, size: int) -> None:
+def shared_embeddings() -> str:
     pair = Pair()
     whole = copy.deepcopy(pair)
     parallelize(pair, dist.group.WORLD, example_inputs={"input_ids": torch.zeros(5, 61, dtype=torch.long)})
@@ -329,21 +328,10 @@ def shared_embeddings(rank: int, size: int) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
     one, other = Pair().children()
     parallelize(one, dist.group.WORLD)
-    with pytest.raises((ValueError, RuntimeError), match="is also a parameter of"):
-        parallelize(other, dist.group.WORLD)
+    return error_of(parallelize, other, dist.group.WORLD)
 
 
-def test_two_models_share_embeddings_as_one() -> None:
-    run_ranks(shared_embeddings, 2)
-
-
-def test_gradients_that_code_makes_itself_are_read_as_in_one_process() -> None:
-    run_ranks(read_alike, 2)
-
-
-def uses(rank: int, size: int) -> None:
-    model: Any = tiny_model("llama", num_hidden_layers=1)
-    parallelize(model, dist.group.WORLD)
+def uses(model: Any) -> int:
     model(input_ids=IDS, labels=IDS).loss.backward()
     hidden = torch.randn(9, 64)
     for name, (use, text) in UNSOUND.items():
@@ -366,10 +354,7 @@ def uses(rank: int, size: int) -> None:
         with pytest.raises(UnsoundUse, match=r"on lm_head\.weight"):
             optimizer.state[model.lm_head.weight]["exp_avg"][1:3] = 0.0
         optimizer.state[model.lm_head.weight]["exp_avg"].mul_(0.5)
-
-
-def test_uses_of_a_part_are_errors_and_others_go_on() -> None:
-    run_ranks(uses, 2)
+    return len(UNSOUND) + len(SOUND)
 
 
 def summed(rank: int, size: int) -> None:
@@ -393,16 +378,51 @@ def test_a_penalty_on_a_parameter_whose_gradient_is_summed_would_count_on_every_
     run_ranks(summed, 3)
 
 
-def submodules(rank: int, size: int) -> None:
-    model: Any = tiny_model("llama", num_hidden_layers=1)
-    parallelize(model, dist.group.WORLD)
+def submodules(model: Any) -> torch.Size:
     with checked(model):
         model.model(input_ids=IDS)  # gives what is whole
-        assert model.model.layers[0].self_attn.q_proj(torch.randn(1, 2, 64)).shape == (1, 2, 64)
+        shape: torch.Size = model.model.layers[0].self_attn.q_proj(torch.randn(1, 2, 64)).shape
+        return shape
 
 
-def test_a_submodule_called_by_itself_gives_what_is_whole() -> None:
-    run_ranks(submodules, 2)
+def of_one_model(rank: int, size: int) -> dict[str, Any]:
+    """What parts of these tests find, in turn: an error in one of them ends all."""
+    model: Any = tiny_model("llama", num_hidden_layers=1)
+    whole = copy.deepcopy(model)
+    parallelize(model, dist.group.WORLD)
+    return {
+        "submodules": submodules(model),
+        "read alike": read_alike(model, whole),
+        "uses": uses(model),
+        "late": late_logits(model),
+        "shared embeddings": shared_embeddings(),
+    }
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(of_one_model, 2)
+
+
+def test_a_submodule_called_by_itself_gives_what_is_whole(two: list[dict[str, Any]]) -> None:
+    assert all(seen["submodules"] == (1, 2, 64) for seen in two)
+
+
+def test_gradients_that_code_makes_itself_are_read_as_in_one_process(two: list[dict[str, Any]]) -> None:
+    assert all(seen["read alike"] == len(AS_IN_ONE_PROCESS) for seen in two)
+
+
+def test_uses_of_a_part_are_errors_and_others_go_on(two: list[dict[str, Any]]) -> None:
+    assert all(seen["uses"] == len(UNSOUND) + len(SOUND) for seen in two)
+
+
+def test_logits_that_are_late_are_an_error(two: list[dict[str, Any]]) -> None:
+    said = r"torch\.distributed\._tools\.mod_tracker, line \d+ added a hook .* keep_whole="  # by which that mode hooks
+    assert all(re.match(said, seen["late"]) for seen in two)
+
+
+def test_two_models_share_embeddings_as_one(two: list[dict[str, Any]]) -> None:
+    assert all("is also a parameter of" in seen["shared embeddings"] for seen in two)
 
 
 OPTIMIZERS: list[Any] = []

@@ -106,7 +106,8 @@ def two_ranks(directory: str) -> dict[str, Any]:
         seen[f"groups of {name}"] = groups.counts
         seen[f"left by {name}"] = sorted(path.name for path in (folder / name).iterdir())
         last = str(folder / name / "last.ckpt")
-        seen[f"resumed {name}"] = trained(AutoTPStrategy(**options), 2, ckpt_path=last)
+        resumed = task if "save_async" in options else None  # a new model, or one that has weights already
+        seen[f"resumed {name}"] = trained(AutoTPStrategy(**options), 2, resumed, ckpt_path=last)
 
     # What a callback adds to a checkpoint may be cut as well.
     averaged = every_step(folder / "averaged", save_last=True)
@@ -114,7 +115,7 @@ def two_ranks(directory: str) -> dict[str, Any]:
     strategy = AutoTPStrategy(save_distributed_checkpoint=True, save_async=True)
     trained(strategy, 2, task, max_steps=3, **averaged)
     again = {"callbacks": [EMAWeightAveraging(decay=0.5)], "ckpt_path": str(folder / "averaged" / "last.ckpt")}
-    seen["resumed averaged"] = trained("autotp", 2, **again)
+    seen["resumed averaged"] = trained("autotp", 2, task, **again)
 
     # While one is being written in the background, training goes on and the one before it stays.
     strategy = AutoTPStrategy(save_async=True, save_distributed_checkpoint=True)

@@ -382,7 +382,7 @@ class Again(SameStart, Net):
         return self
 
 
-class Reads(Net):
+class Reads(Again):
     """Reads its batches itself."""
 
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
@@ -402,7 +402,7 @@ class Manual(Net):
         optimizer.step()
 
 
-class OwnLoss(Net):
+class OwnLoss(Again):
     """Computes something else on one rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -472,10 +472,9 @@ def fit(
     return error, fitting.global_step, len(net.losses), net.validated
 
 
-def alike(folder: str) -> dict[str, Any]:
+def alike(folder: str, net: Again, reads: Reads) -> dict[str, Any]:
     """Runs of all kinds in which nothing differs."""
     found: dict[str, Any] = {}
-    net = Again()
     scaled = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]
     found["dropout"] = fit(net.anew(), loader(shuffle=True))
     found["validation"] = fit(
@@ -487,7 +486,7 @@ def alike(folder: str) -> dict[str, Any]:
     both = CombinedLoader({"a": loader(shuffle=True), "b": loader(Stream(Rows()))}, "max_size_cycle")  # type: ignore
     found["combined"] = fit(net.anew(), both)
     found["manual"] = fit(Manual(), loader())
-    found["reads"] = fit(Reads(), loader(Stream(Rows())))
+    found["reads"] = fit(reads.anew(), loader(Stream(Rows())))
     found["broadcast"] = fit(net.anew(), loader(shuffle=True), loader(), AutoTPStrategy(broadcast_batches=True))
     L.seed_everything(3, verbose=False)
     half = trainer(AutoTPStrategy(), dist.get_world_size(), max_steps=5)
@@ -501,8 +500,8 @@ def alike(folder: str) -> dict[str, Any]:
 
 def unlike(folder: str) -> dict[str, Any]:
     """Runs in which something differs, sooner or later, on the last rank."""
-    last, net = dist.get_world_size() - 1, Again()
-    found = alike(folder)
+    last, net, reads, own = dist.get_world_size() - 1, Again(), Reads(), OwnLoss()
+    found = alike(folder, net, reads)
 
     def rows(what: str, batch: int, end: int = 10**6) -> Rows:
         return Rows(what, 2 * batch, 2 * end, last)
@@ -510,8 +509,8 @@ def unlike(folder: str) -> dict[str, Any]:
     found["local draws"] = fit(net.anew("local"), loader(), strategy=AutoTPStrategy(checked_steps=0))
     found["drift"] = fit(Drifting(), loader())
     found["drift of a state"] = fit(DriftingState(), loader())
-    found["own loss"] = fit(OwnLoss(), loader())
-    found["own loss, accumulated"] = fit(OwnLoss(), loader(), accumulate_grad_batches=4)
+    found["own loss"] = fit(own.anew(), loader())
+    found["own loss, accumulated"] = fit(own.anew(), loader(), accumulate_grad_batches=4)
     found["draws on one rank"] = fit(net.anew("one rank"), loader())
     found["batch 7"] = fit(net.anew(), loader(rows("row", 7, 8)))
     found["batch 7, before"] = fit(net.anew(), loader(rows("row", 7)), strategy=AutoTPStrategy(checked_batches=100))
@@ -520,7 +519,7 @@ def unlike(folder: str) -> dict[str, Any]:
     found["a name"] = fit(net.anew(), loader(rows("name", 5)))
     found["reading draws"] = fit(net.anew(), loader(rows("draws", 6, 7)))
     found["a stream"] = fit(net.anew(), loader(Stream(rows("row", 7))))
-    found["read by the step"] = fit(Reads(), loader(rows("row", 7)))
+    found["read by the step"] = fit(reads.anew(), loader(rows("row", 7)))
     found["accumulated"] = fit(net.anew(), loader(rows("row", 7)), accumulate_grad_batches=4)
     found["validation 3"] = fit(net.anew(), loader(), [loader(), loader(rows("row", 3))], val_check_interval=4)
     found["resumed, batch 7"] = fit(net.anew(), loader(rows("row", 2)), ckpt_path=f"{folder}/half.ckpt")
@@ -650,13 +649,14 @@ def two_copies() -> dict[str, Any]:
     def strategy(**options: Any) -> AutoTPStrategy:
         return AutoTPStrategy(2, 2, **options)
 
-    found["alike"] = fit(Net(), loader(shuffle=True), loader(), strategy=strategy())
+    net = Again()
+    found["alike"] = fit(net, loader(shuffle=True), loader(), strategy=strategy())
     found["streams by copy"] = fit(ByCopy(), loader(shuffle=True), strategy=strategy())
     predicting = trainer(strategy(), 4)
-    found["predicted"] = error_of(predicting.predict, Net(), loader(Odd()))
+    found["predicted"] = error_of(predicting.predict, net, loader(Odd()))
     # Of a batch of both copies each has two rows: batch 3 begins with row 12.
-    found["batch 3"] = fit(Net(), loader(Rows("row", 12, 16, rank=3)), strategy=strategy())
-    found["local draws"] = fit(Net("one rank"), loader(), strategy=strategy())
+    found["batch 3"] = fit(net.anew(), loader(Rows("row", 12, 16, rank=3)), strategy=strategy())
+    found["local draws"] = fit(net.anew("one rank"), loader(), strategy=strategy())
     return found
 
 

@@ -17,6 +17,7 @@ from copies import (
     HALF,
     HYBRID,
     NORM,
+    SCALED,
     STEPS,
     Biased,
     OneKeyHead,
@@ -107,10 +108,13 @@ def test_a_run_goes_on_from_its_checkpoint(four: list[dict[str, Any]], folder: P
 
 
 def go_on(ranks: int, paths: list[str], save: str | None) -> list[dict[str, Any]]:
-    """Resume from checkpoints, all but the first with a model that has weights already; write one of the first half."""
-    if save is not None:
-        trained(AutoTPStrategy(ranks, 1, **FORMATS["directory"]), ranks, max_steps=HALF, save=save)
+    """Resume from checkpoints, all but the first with a model that has weights already.
+
+    One that writes a checkpoint of its own first half before has them from the beginning.
+    """
     task = OneKeyHead("config")
+    if save is not None:
+        trained_on(task, AutoTPStrategy(ranks, 1, **FORMATS["directory"]), ranks, max_steps=HALF, save=save)
     return [trained_on(task, AutoTPStrategy(ranks, 1), ranks, ckpt_path=path) for path in paths]
 
 
@@ -145,7 +149,7 @@ def test_two_ranks_go_on_from_the_checkpoints_of_other_sizes(
     wanted = trained("auto", 1, ckpt_path=folder / "alone.ckpt")
     for size in sizes:
         other_sizes(size)
-    paths = [str(folder / f"{name}.ckpt") for name in ("alone", *sizes)]
+    paths = [str(folder / f"{name}.ckpt") for name in (*sizes, "alone")]  # a new model's are parts of a directory
     for seen in run_trainer_ranks(go_on, 2, 2, paths, None):
         for run in seen:
             assert_parity(run, wanted)
@@ -158,7 +162,7 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(four: list[dict[str, Any
     for seen in four:
         assert seen["scaled"]["scales"] == scales
         assert seen["scaler afterwards"] == (torch.amp.GradScaler, scales[-1][0])  # the plugin's own, as if it had been
-    wanted = alone(four, "scaled", kind=Overflow, plugins=[scaling()])
+    wanted = alone(four, "scaled", kind=Overflow, plugins=[scaling()], max_steps=SCALED)
     assert wanted["scales"] == scales
     # In half precision, in which FSDP2 gathers the blocks' matrices.
     dtype, names = four[0]["scaled"]["gathers"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from trainer_ranks import run_trainer_ranks
-from training import SavesAfter, Task, assert_parity, loader, trainer
+from training import SameStart, SavesAfter, Task, assert_parity, loader, trainer
 
 from lightning_autotp import AutoTPStrategy, full_gradients, full_state_dict, make_plan, parallelize
 from lightning_autotp.applying.replace import apply_plan
@@ -30,6 +30,8 @@ from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.ranks.random_numbers import own_numbers
 
 STEPS = 3
+PER_CALL = 10
+"""Draws that a call makes for the same rows."""
 RECOMPUTED = [("eager", False), ("eager", True), ("sdpa", False)]
 BY_STRATEGY: list[tuple[str, Any]] = [("sdpa", "blocks"), ("sdpa", "offload"), ("eager", "blocks")]
 REPEATS = [("sdpa", False), ("eager", "blocks")]
@@ -87,7 +89,7 @@ def bound(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = 
     return input, p, training
 
 
-class Dropping(Task):
+class Dropping(Task, SameStart):
     """GPT-2 with its own dropout: three heads, so that the ranks hold two and one.
 
     Args:
@@ -99,6 +101,13 @@ class Dropping(Task):
     def __init__(self, attention: str = "eager", reentrant: bool | None = None, draws: Any = None) -> None:
         super().__init__("config", 0.3, "SGD")
         self.draws = Draws() if draws is None else draws
+
+    def again(self) -> Dropping:
+        """Itself, from the weights with which its first run began, and with nothing seen."""
+        self.restore()
+        self.begin()
+        self.draws = Draws()
+        return self
 
     def build(self) -> Any:
         from transformers import AutoModelForCausalLM, GPT2Config
@@ -198,16 +207,17 @@ def noise() -> list[tuple[Plan, Tensor, Tensor]]:
 
 
 def linear() -> dict[str, Any]:
-    """Many draws of one model; the same compiled; and a forward that draws nothing."""
+    """Many draws of one model, in calls of several; the same compiled; and a forward that draws nothing."""
     torch.manual_seed(0)
     model, x = Linear(), torch.randn(3, 6)
     local = parallelize(model, dist.group.WORLD, example_inputs=x)  # type: ignore[arg-type]
-    draws = Draws()
+    draws, several = Draws(), x.repeat(PER_CALL, 1)
     with draws, torch.no_grad():
-        values = torch.stack([local(x) for _ in range(1500)])
+        values = torch.cat([local(several) for _ in range(1500 // PER_CALL)])
     before = torch.get_rng_state()
     expected = local.eval()(x)
-    seen = {"values": values, "expected": expected, "masks": torch.stack(draws.seen)}
+    masks = torch.stack(draws.seen)
+    seen = {"values": values.view(-1, *expected.shape), "expected": expected, "masks": masks}
     seen["eval leaves the generator alone"] = torch.equal(torch.get_rng_state(), before)
     local.train()
     for name, call in (("eager", local), ("compiled", torch.compile(local, backend="aot_eager"))):
@@ -230,8 +240,9 @@ def seed_batches() -> L.Callback:
 
 def two_ranks(directory: str, ways: list[str], less: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {"linear": linear(), "gumbel": gumbel(), "noise": noise()}
-    for attention in ("eager", "sdpa"):
-        seen[attention] = fit("autotp", 2, Dropping(attention))
+    tasks = {attention: Dropping(attention) for attention in ("eager", "sdpa")}
+    for attention, task in tasks.items():
+        seen[attention] = fit("autotp", 2, task)
     for attention, way in less:
         by_model = (attention, way) in RECOMPUTED
         strategy = "autotp" if by_model else AutoTPStrategy(activation_checkpointing=way)
@@ -239,8 +250,10 @@ def two_ranks(directory: str, ways: list[str], less: list[tuple[str, Any]]) -> d
     seen["ways"] = {name: train(name, 2) for name in ways}
     path = f"{directory}/half.ckpt"
     options = {"limit_train_batches": 1}  # a mid-epoch resume would begin the loader's order anew
-    seen["whole"] = fit("autotp", 2, Dropping(), callbacks=[seed_batches(), SavesAfter(1, path)], **options)
-    seen["resumed"] = fit("autotp", 2, Dropping(), seed=5, callbacks=[seed_batches()], ckpt_path=path, **options)
+    again = tasks["eager"].again()
+    seen["whole"] = fit("autotp", 2, again, callbacks=[seed_batches(), SavesAfter(1, path)], **options)
+    again = again.again()
+    seen["resumed"] = fit("autotp", 2, again, seed=5, callbacks=[seed_batches()], ckpt_path=path, **options)
     return seen
 
 
@@ -328,15 +341,17 @@ def test_expected_value_keep_rate_and_independence(two: list[dict[str, Any]]) ->
     error = first["values"].std(0) / count**0.5
     assert ((first["values"].mean(0) - first["expected"]).abs() < 5 * error).all()
     assert (error > 0).all()
-    masks = [seen["masks"].double() for seen in (first, second)]
-    assert [mask.shape for mask in masks] == [(count, 3, 7)] * 2
+    calls = [seen["masks"].double() for seen in (first, second)]
+    assert [call.shape for call in calls] == [(count // PER_CALL, 3 * PER_CALL, 7)] * 2
+    masks = [call.reshape(count, 3, 7) for call in calls]
     for mask in masks:
         assert (mask.mean(0) - 0.7).abs().max() < 5 * (0.21 / count) ** 0.5
     columns = torch.cat([mask.flatten(1) for mask in masks], 1)
     correlations = torch.corrcoef(columns.T) - torch.eye(columns.shape[1])
     assert correlations.abs().max() < 5 / count**0.5
-    following = torch.corrcoef(torch.stack([columns[1:].flatten(), columns[:-1].flatten()]))[0, 1]
-    assert abs(following) < 5 / columns[1:].numel() ** 0.5
+    for rows in (columns, torch.cat([call.flatten(1) for call in calls], 1)):  # of one call, and of one after another
+        following = torch.corrcoef(torch.stack([rows[1:].flatten(), rows[:-1].flatten()]))[0, 1]
+        assert abs(following) < 5 / rows[1:].numel() ** 0.5
 
 
 def text_of(plan: Plan) -> str:

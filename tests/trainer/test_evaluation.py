@@ -21,7 +21,7 @@ from lightning_autotp.metrics import CrossEntropy, Perplexity, TokenAccuracy
 from lightning_autotp.parallel import VocabParallelLogits
 
 VOCABULARY = {"lm_head.weight": 0}
-IGNORED = torch.rand(BLOCKS.shape, generator=torch.Generator().manual_seed(5)) < 0.4
+IGNORED = torch.rand(BLOCKS.shape, generator=torch.Generator().manual_seed(5)) < torch.linspace(0, 0.8, 40)[:, None]
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -29,8 +29,8 @@ def rows() -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids.masked_fill(out, -100)} for ids, out in zip(BLOCKS, IGNORED, strict=True)]
 
 
-def loader() -> DataLoader[Any]:
-    return DataLoader(rows(), batch_size=4)  # type: ignore[arg-type]
+def loader(size: int = 8) -> DataLoader[Any]:
+    return DataLoader(rows(), batch_size=size)  # type: ignore[arg-type]
 
 
 class Evaluated(Task):
@@ -114,7 +114,7 @@ def whole_run(strategy: Any, devices: int, source: str, directory: Path) -> dict
     best = ModelCheckpoint(directory, filename="best", monitor="token perplexity", mode="min")
     running = make_trainer(strategy, devices, max_epochs=2, callbacks=[best], enable_checkpointing=True)
     seen["validated"] = running.validate(task, loader(), verbose=False)
-    running.fit(task, loader(), loader())
+    running.fit(task, loader(4), loader())
     seen["logged"] = {name: value.item() for name, value in running.callback_metrics.items()}
     seen["best score"] = best.best_model_score.item()
     running.save_checkpoint(directory / "last.ckpt")
@@ -128,7 +128,7 @@ def whole_run(strategy: Any, devices: int, source: str, directory: Path) -> dict
     seen["not returned"] = fresh.predict(task, loader(), ckpt_path=directory / "last.ckpt", return_predictions=False)
     seen["only predicted"] = make_trainer(strategy, devices).predict(
         OnlyPredicts(source),
-        DataLoader(BLOCKS, batch_size=4),  # type: ignore[arg-type]
+        DataLoader(BLOCKS, batch_size=8),  # type: ignore[arg-type]
     )
     return seen
 

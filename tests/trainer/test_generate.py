@@ -30,10 +30,11 @@ from lightning_autotp.parallel import VocabParallelLogits
 TRAINED = ("one key/value head", "cross-attention from a cache")
 
 
-def written(strategy: Any, devices: int, name: str) -> dict[str, Any]:
+def written(strategy: Any, devices: int, name: str, ways: tuple[str, ...]) -> dict[str, Any]:
     """Validate; some are then trained for two epochs, with a validation after each in one way, and predict."""
     L.seed_everything(3, verbose=False)
     task = Writer(name)
+    task.ways = [*ways]
     loader = DataLoader(rows(MODELS[name][1].get("vocab_size", VOCAB)), batch_size=ROWS)  # type: ignore[arg-type]
     at_once = trainer(strategy, devices)
     at_once.validate(task, loader, verbose=False)
@@ -48,18 +49,24 @@ def written(strategy: Any, devices: int, name: str) -> dict[str, Any]:
     return before
 
 
-def on_ranks(names: list[str]) -> dict[str, dict[str, Any]]:
+def on_ranks(models: dict[str, tuple[str, ...]]) -> dict[str, dict[str, Any]]:
     import os
 
-    return {name: written("autotp", int(os.environ["WORLD_SIZE"]), name) for name in names}
+    return {name: written("autotp", int(os.environ["WORLD_SIZE"]), name, ways) for name, ways in models.items()}
 
 
-DAILY = (2, TRAINED)
-NIGHTLY = [
-    (2, ("latent attention", "llama", "fused projection", "linear attention", "experts", "encoder-decoder")),
-    (3, ("one key/value head", "three units")),
-]
-Together = tuple[int, list[dict[str, dict[str, Any]]]]
+ALL = tuple(WAYS)
+OF_ENCODERS = ("greedy", "static cache", "sampling", "beams")
+"""The others are those of a decoder alone, but for what it takes from the encoder at every step."""
+DAILY = (2, {"one key/value head": ALL, "cross-attention from a cache": OF_ENCODERS})
+OTHERS = (
+    "latent attention", "llama", "fused projection", "linear attention", "experts", "encoder-decoder",
+    "cross-attention from a cache",
+)  # fmt: skip
+NIGHTLY = [(2, dict.fromkeys(OTHERS, ALL)), (3, dict.fromkeys(("one key/value head", "three units"), ALL))]
+Models = dict[str, tuple[str, ...]]
+Together = tuple[Models, list[dict[str, dict[str, Any]]]]
+"""Models, in which ways each writes, and what every rank has seen."""
 Alone = dict[str, dict[str, Any]]
 
 
@@ -68,20 +75,20 @@ Alone = dict[str, dict[str, Any]]
 )
 def together(request: pytest.FixtureRequest) -> Together:
     """What so many ranks write, of each model."""
-    ranks, names = request.param
-    return ranks, run_trainer_ranks(on_ranks, ranks, names)
+    ranks, models = request.param
+    return models, run_trainer_ranks(on_ranks, ranks, models)
 
 
 @pytest.fixture(scope="module")
 def alone(together: Together) -> Alone:
     """What one process writes."""
-    return {name: written("auto", 1, name) for name in together[1][0]}
+    return {name: written("auto", 1, name, ways) for name, ways in together[0].items()}
 
 
 def test_every_rank_writes_what_one_process_writes(together: Together, alone: Alone) -> None:
-    _, found = together
-    for name in alone:
-        for way in WAYS:
+    models, found = together
+    for name, ways in models.items():
+        for way in ways:
             wanted = alone[name][way]
             assert wanted["tokens"].shape[0] == ROWS
             if way in ("sampling", "penalties"):
@@ -117,21 +124,21 @@ def test_nothing_is_said(together: Together) -> None:
 
 def test_of_the_logits_one_position_is_gathered(together: Together) -> None:
     """Once a step, whatever the sampler does with it; nothing else of these models is gathered."""
-    ranks, found = together
+    models, found = together
+    ranks = len(found)
     for seen in found:
-        for name in ("llama", "one key/value head", "three units"):
-            if name not in seen:
-                continue
+        for name in {"llama", "one key/value head", "three units"} & models.keys():
             vocabulary = MODELS[name][1].get("vocab_size", VOCAB)
             padded = -(-vocabulary // ranks) * ranks
-            for way in WAYS:
+            for way in models[name]:
                 calls, moved = seen[name][way]["gathered"]
                 assert calls == NEW, (name, way)
                 assert moved == NEW * ROWS * (BEAMS if way == "beams" else 1) * padded * 4, (name, way)
 
 
 def test_a_rank_keeps_keys_and_values_of_its_own_heads(together: Together, alone: Alone) -> None:
-    ranks, found = together
+    found = together[1]
+    ranks = len(found)
     heads = {"llama": 2, "one key/value head": 1, "three units": 3, "fused projection": 4, "experts": 2}
     for name, whole in heads.items():
         if name not in alone:

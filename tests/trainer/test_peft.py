@@ -181,11 +181,20 @@ def test_only_the_adapter_changes(case: str, folder: Path, wanted: dict[str, dic
     assert max((before[name] - after[name]).abs().max() for name in changed) > 1e-3
 
 
+def test_a_run_goes_on_in_one_process(two: list[dict[str, Any]], folder: Path) -> None:
+    """From what two ranks saved half-way, to where they come."""
+    alone = tune("lora", folder, 1, ckpt_path=folder / "half.ckpt")
+    assert len(alone["losses"]) == STEPS // 2
+    for seen in two:
+        rest = {kind: seen["lora"][kind][STEPS // 2 :] for kind in ("losses", "gradients")}
+        assert_parity({**seen["lora"], **rest}, alone)
+
+
+@pytest.mark.nightly
 @pytest.mark.usefixtures("two")
 def test_a_run_goes_on_at_another_size(folder: Path) -> None:
     """What two ranks saved, on three ranks and in one process."""
     alone = tune("lora", folder, 1, ckpt_path=folder / "half.ckpt")
-    assert len(alone["losses"]) == STEPS // 2
     for seen in run_trainer_ranks(resumed, 3, str(folder)):
         assert_parity(seen, alone)
 

@@ -1,4 +1,7 @@
-"""``resize_token_embeddings`` of a model that is divided: what one process has that resizes the same model."""
+"""``resize_token_embeddings`` of a model that is divided: what one process has that resizes the same model.
+
+That several copies of a model cannot be resized is in ``test_changes_after.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from distributed import run_ranks
 from tied_families import gradients_of
 from tiny import tiny_model, token_batch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from trainer_ranks import run_trainer_ranks
 from training import Task, assert_parity, error_of, fit, tiny_config
@@ -417,18 +419,6 @@ def test_rows_that_are_written_by_index_afterwards(later: tuple[list[dict[str, A
         error, (warning,) = seen["written"]
         assert error == "no error"
         assert warning.startswith("lm_head.weight were written in place, not by an optimizer")
-
-
-def two_by_two(rank: int, world_size: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model: Any = parallelize(model_of("gpt2"), mesh["tensor"].get_group(), data_mesh=mesh["data"])
-    return error_of(model.resize_token_embeddings, 140)
-
-
-def test_several_copies_are_refused() -> None:
-    for seen in run_ranks(two_by_two, 4):
-        assert seen.startswith("RuntimeError: ")
-        assert "GPT2LMHeadModel.resize_token_embeddings: FSDP2 has sharded the parameters" in seen
 
 
 # --- with the Trainer ---

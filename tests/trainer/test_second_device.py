@@ -284,9 +284,9 @@ PARTS_OF_OTHERS = {
 """What other runs do, too, together with more: for nightly tests."""
 
 
-def runs(directory: str, names: list[str], offloaded: list[str], ways: list[Way]) -> dict[str, Any]:
+def runs(directory: str, names: list[str], offloaded: list[str], ways: list[Way], reports: list[str]) -> dict[str, Any]:
     second_device.begin()
-    of_steps = {name: reported(options) for name, options in REPORTED.items()}  # while nothing else is on the device
+    of_steps = {name: reported(REPORTED[name]) for name in reports}  # while nothing else is on the device
     found = {name: RUNS[name]() for name in names}
     results = {
         "reported": of_steps,
@@ -304,8 +304,8 @@ def runs(directory: str, names: list[str], offloaded: list[str], ways: list[Way]
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    names, offloaded, ways = (selected(request, argument) for argument in ("name", "offloaded", "way"))
-    return run_launched(runs, 2, str(tmp_path_factory.mktemp("offloaded")), names, offloaded, ways)
+    chosen = [selected(request, argument) for argument in ("name", "offloaded", "way", "run")]
+    return run_launched(runs, 2, str(tmp_path_factory.mktemp("offloaded")), *chosen)
 
 
 @pytest.mark.parametrize("name", nightly(RUNS, PARTS_OF_OTHERS))
@@ -361,7 +361,7 @@ def test_a_plan_is_for_the_memory_of_the_device_that_has_the_least(found: list[d
         assert plans["no limit"].of_memory.startswith("made for no limit of memory: ")
 
 
-@pytest.mark.parametrize("run", REPORTED)
+@pytest.mark.parametrize("run", nightly(REPORTED, ["copies"]))
 def test_the_first_steps_are_followed_by_what_one_takes(run: str, found: list[dict[str, Any]]) -> None:
     for rank, seen in enumerate(found):
         said, report = seen["reported"][run]

@@ -137,6 +137,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 COPYING = ("deep copy", "deep copy of a copy", "copied, then cloned", "pickled", "compiled")
 """Those that leave the model itself as it is, so that one is enough for them."""
+OF_A_COPY = ("new data", "swapped", "overwritten", "adapted and back")
+"""Those that change a deep copy of it. The others change a model that was just divided."""
 REPEATS = ("deep copy of a copy", "shallow copy", "copied, then cloned", "overwritten", "wrapped, then copied")
 """For nightly tests: two of the others one after the other, another way to convert, or less than a deep copy."""
 
@@ -240,7 +242,12 @@ def on_every_rank(rank: int, world_size: int, directory: str, ways: list[str]) -
     seen["said"] = said.getvalue()
     seen["sums"] = sorted(original.autotp.gradient_sums)
     for name in ways:
-        model = original if name in COPYING else parallelize(model_of_the_original(), dist.group.WORLD)
+        if name in COPYING:
+            model = original
+        elif name in OF_A_COPY:
+            model = copy.deepcopy(original)
+        else:
+            model = parallelize(model_of_the_original(), dist.group.WORLD)
         model = WAYS[name](model)
         holder = nn.ModuleDict({"model": model})
         seen[name] = seen_of(holder, model, parallel=True)

@@ -14,7 +14,7 @@ from copies import OneKeyHead, alone, trained
 from foreign_optimizers import Clipping, Lamb, NeedsCurvature, Noisy, model_of, parameter
 from torch import Tensor, nn
 from trainer_ranks import run_trainer_ranks
-from training import SavesAfter, Task, assert_parity, error_of, fit
+from training import SameStart, SavesAfter, Task, assert_parity, error_of, fit
 from transformers import Adafactor, AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from lightning_autotp import AutoTPStrategy, WholeMatrixOptimizer
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Whole(Task):
+class Whole(SameStart, Task):
     """Trains with an optimizer that needs whole tensors, and a learning rate that falls.
 
     Args:
@@ -44,6 +44,10 @@ class Whole(Task):
     def __init__(self, model: str, heads: tuple[int, int], kind: str, wrapped: bool = True) -> None:
         super().__init__("config")
         self.save_hyperparameters()
+
+    def begin(self) -> None:
+        super().begin()
+        self.restore()
 
     def build(self) -> Any:
         queries, keys = self.hparams["heads"]
@@ -89,11 +93,13 @@ class Failing(torch.optim.Adafactor):
         return super().step(closure)
 
 
-def run(strategy: Any, devices: int, *arguments: Any, **options: Any) -> dict[str, Any]:
+def run(strategy: Any, devices: int, task: Whole, **options: Any) -> dict[str, Any]:
+    """Train a new task, or one whose model is divided already."""
     L.seed_everything(3, verbose=False)
     # An epoch is half a run, so that what goes on from a checkpoint sees the batches that come next.
     options = {"max_steps": STEPS, "limit_train_batches": HALF, "gradient_clip_val": 0.5, **options}
-    return fit(strategy, devices, Whole(*arguments), **options)
+    task.begin()
+    return fit(strategy, devices, task, **options)
 
 
 KINDS = ("Muon", "Adafactor")
@@ -103,21 +109,24 @@ HEADS = {2: {"phi3": (3, 3), "llama": (3, 1)}, 3: {"phi3": (5, 5), "llama": (4, 
 
 
 def on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
-    def train(model: str, kind: str, **options: Any) -> dict[str, Any]:
+    def new(model: str, kind: str) -> Whole:
+        return Whole(model, HEADS[ranks][model], kind)
+
+    def train(task: Whole, **options: Any) -> dict[str, Any]:
         directories = options.pop("save_distributed_checkpoint", False)
         strategy = AutoTPStrategy(ranks, 1, save_distributed_checkpoint=directories)
-        return run(strategy, ranks, model, HEADS[ranks][model], kind, **options)
+        return run(strategy, ranks, task, **options)
 
+    tasks = {case: new(*arguments) for case, arguments in CASES.items()}
     seen: dict[str, Any] = {
-        case: train(*arguments, callbacks=[SavesAfter(HALF, folder / f"file {case}.ckpt")])
-        for case, arguments in CASES.items()
+        case: train(task, callbacks=[SavesAfter(HALF, folder / f"file {case}.ckpt")]) for case, task in tasks.items()
     }
     for kind in KINDS:
-        seen[f"{kind} from one process"] = train("llama", kind, ckpt_path=folder / f"one {kind}.ckpt")
+        seen[f"{kind} from one process"] = train(tasks[kind], ckpt_path=folder / f"one {kind}.ckpt")
     half = SavesAfter(HALF, folder / "directory.ckpt")
-    train("llama", "Adafactor", max_steps=HALF, callbacks=[half], save_distributed_checkpoint=True)
-    seen["Adafactor from a directory"] = train("llama", "Adafactor", ckpt_path=folder / "directory.ckpt")
-    seen["failing"] = error_of(train, "llama", "failing")
+    train(tasks["Adafactor"], max_steps=HALF, callbacks=[half], save_distributed_checkpoint=True)
+    seen["Adafactor from a directory"] = train(new("llama", "Adafactor"), ckpt_path=folder / "directory.ckpt")
+    seen["failing"] = error_of(train, new("llama", "failing"))
     return seen
 
 
@@ -136,7 +145,7 @@ class Ran:
         }
 
     def plain(self, model: str, kind: str, **options: Any) -> dict[str, Any]:
-        return run("auto", 1, model, HEADS[self.ranks][model], kind, False, **options)
+        return run("auto", 1, Whole(model, HEADS[self.ranks][model], kind, False), **options)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly)])

@@ -153,8 +153,13 @@ def as_set_up(model: Any, whole: dict[str, Tensor]) -> None:
     parallel_state(model).writes.begin(parts_of(model))
 
 
-def right_ones(rank: int, size: int, family: str) -> dict[str, dict[str, Tensor]]:
-    model, whole, found = parallel(family), model_of(family).state_dict(), {}
+def right_and_wrong(rank: int, size: int, family: str) -> dict[str, dict[str, Any]]:
+    model = parallel(family)
+    return {"right": right_ones(model, family), "wrong": wrong_ones(model, family)}
+
+
+def right_ones(model: Any, family: str) -> dict[str, dict[str, Tensor]]:
+    whole, found = model_of(family).state_dict(), {}
     for change in RIGHT:
         as_set_up(model, whole)
         torch.manual_seed(2)
@@ -215,8 +220,8 @@ def refused(run: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def wrong_ones(rank: int, size: int, family: str) -> dict[str, Any]:
-    model, whole, found = parallel(family), model_of(family).state_dict(), {}
+def wrong_ones(model: Any, family: str) -> dict[str, Any]:
+    whole, found = model_of(family).state_dict(), {}
     for change in WRONG:
         as_set_up(model, whole)
         name = next(name for name, parameter in model.named_parameters() if parameter is weight(model))
@@ -229,19 +234,28 @@ def wrong_ones(rank: int, size: int, family: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [*(pytest.param(family, 2, marks=pytest.mark.nightly) for family in ("llama", "gpt2")), ("phi", 3)],
+Written = tuple[str, list[dict[str, dict[str, Any]]]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("phi", 3), *(pytest.param((family, 2), marks=pytest.mark.nightly) for family in ("llama", "gpt2"))],
+    ids=str,
 )
-def test_writes_that_are_known_give_one_processs_results(family: str, size: int) -> None:
-    ranks = run_ranks(right_ones, size, family)
+def written(request: pytest.FixtureRequest) -> Written:
+    family, size = request.param
+    return family, run_ranks(right_and_wrong, size, family)
+
+
+def test_writes_that_are_known_give_one_processs_results(written: Written) -> None:
+    family, ranks = written
     for change in RIGHT:
         model = model_of(family)
         torch.manual_seed(2)
         change(model)
         wanted = results(model)
         for found in ranks:
-            got = found[change.__name__]
+            got = found["right"][change.__name__]
             assert got.keys() == wanted.keys()
             for name, value in wanted.items():
                 said = f"{change.__name__}, {name}"
@@ -250,31 +264,20 @@ def test_writes_that_are_known_give_one_processs_results(family: str, size: int)
                 )
 
 
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [*(pytest.param(family, 2, marks=pytest.mark.nightly) for family in ("llama", "gpt2")), ("phi", 3)],
-)
-def test_other_writes_are_errors_on_every_rank_before_the_first_use(family: str, size: int) -> None:
-    for found in run_ranks(wrong_ones, size, family):
-        for change, (name, error) in found.items():
+def test_other_writes_are_errors_on_every_rank_before_the_first_use(written: Written) -> None:
+    for found in written[1]:
+        for change, (name, error) in found["wrong"].items():
             assert error.startswith(name), (change, error)
             assert "written in place after it was divided" in error
             for remedy in ("configure_model()", "full_tensor(model, name)", "load_full_state_dict", "checked(model)"):
                 assert remedy in error
 
 
-def test_an_untouched_copy_and_its_original_are_used_as_before() -> None:
-    for found in run_ranks(copies, 2):
-        assert found["copy"] == found["original"] == "nothing"
-        assert "written in place" in found["written"]
-
-
-def copies(rank: int, size: int) -> dict[str, str]:
-    model = parallel("gpt2")
+def copies(model: Any, family: str) -> dict[str, str]:
     other = copy.deepcopy(model)
     halved(other)  # copies are not watched
     found = {"copy": refused(lambda: loss_of(other)), "original": refused(lambda: loss_of(model))}
-    as_set_up(model, model_of("gpt2").state_dict())
+    as_set_up(model, model_of(family).state_dict())
     last_rows(model)
     assert "written in place" in refused(lambda: loss_of(model))
     return {**found, "written": refused(lambda: loss_of(model))}  # and it stays an error
@@ -324,14 +327,21 @@ def after_moving(model: Any) -> None:
     halved(model)
 
 
-KNOWN_LATER = (stepped, loaded_later, looked_at_once, of_a_copy, whole_rows)
+KNOWN_LATER = (stepped, loaded_later, of_a_copy, whole_rows, looked_at_once)
+"""In this order: what code that was looked at once writes is right from then on, whoever writes it."""
 UNKNOWN_LATER = (last_rows, halved, random_numbers, before_a_step, after_moving)
 
 
-def later_warnings(rank: int, size: int) -> dict[str, list[str]]:
-    found, original = {}, parallel("llama")
+def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
+    model = parallel("llama")
+    return {"copies": copies(model, "llama"), "later": later_warnings(model)}
+
+
+def later_warnings(original: Any) -> dict[str, list[str]]:
+    """By change, of which those that are known are of one model, one after the other."""
+    found, known = {}, copy.deepcopy(original)
     for change in (*KNOWN_LATER, *UNKNOWN_LATER):
-        model = copy.deepcopy(original)
+        model = known if change in KNOWN_LATER else copy.deepcopy(original)
         loss_of(model)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -342,9 +352,20 @@ def later_warnings(rank: int, size: int) -> dict[str, list[str]]:
     return found
 
 
-def test_writes_after_the_first_use_are_warned_of_once() -> None:
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2)
+
+
+def test_an_untouched_copy_and_its_original_are_used_as_before(two: list[dict[str, Any]]) -> None:
+    for found in (seen["copies"] for seen in two):
+        assert found["copy"] == found["original"] == "nothing"
+        assert "written in place" in found["written"]
+
+
+def test_writes_after_the_first_use_are_warned_of_once(two: list[dict[str, Any]]) -> None:
     """An optimizer's, a loader's and those that were looked at are not."""
-    for found in run_ranks(later_warnings, 2):
+    for found in (seen["later"] for seen in two):
         assert {name for name, said in found.items() if said} == {change.__name__ for change in UNKNOWN_LATER}
         for change in UNKNOWN_LATER:
             (said,) = found[change.__name__]
@@ -399,7 +420,7 @@ def ahead(strategy: Any, devices: int) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def fitted() -> list[Any]:
-    errors = [error_of(trainer("autotp", 2).fit, Writing(rows), loader()) for rows in (True, False)]
+    errors = [error_of(trainer("autotp", 2, max_steps=1).fit, Writing(rows), loader()) for rows in (True, False)]
     return [*errors, *(ahead(AutoTPStrategy(checked_steps=steps), 2) for steps in (1, 2))]
 
 
