@@ -68,9 +68,12 @@ def results(model: Any, least: int) -> list[dict[str, Tensor]]:
 
 Case = dict[str, Any]
 CASES: dict[str, Case] = {
-    "a loop": {"family": "mixtral", "experts": "eager", "output_router_logits": True},
-    "grouped products": {"family": "deepseek_v3", "experts": "grouped_mm", "n_routed_experts": 6, "n_group": 1},
-}
+    "a loop": {"family": "mixtral", "experts": "eager", "output_router_logits": True, "num_hidden_layers": 1},
+    "grouped products": {
+        "family": "deepseek_v3", "experts": "grouped_mm", "n_routed_experts": 6, "n_group": 1, "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+    },
+}  # fmt: skip
 MORE_CASES: dict[str, Case] = {
     "batched products": {"family": "qwen3_moe", "experts": "batched_mm"},
     "biases": {"family": "gpt_oss", "experts": "grouped_mm"},
