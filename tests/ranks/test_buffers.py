@@ -82,7 +82,7 @@ NORMS = {
     "own call": lambda: Convolutions(OwnNorm(32)),
 }
 COMPILED = "batch norm"
-"""What the others do, too, is compiled where they train."""
+"""The case that is compiled: others have such a norm, too, and are not."""
 MOVING = ("in place", "some of it", "new tensor", "loss")
 
 
