@@ -30,9 +30,9 @@ from lightning_autotp.planning.rehearsal import (
 
 HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "llama": ("llama", HEADS | {"vocab_size": 128, "num_hidden_layers": 7}, 3),
-    "tied": ("llama", HEADS | {"vocab_size": 128, "num_hidden_layers": 6, "tie_word_embeddings": True}, 2),
-    "many words": ("llama", HEADS | {"vocab_size": 9000, "num_hidden_layers": 6}, 2),
+    "llama": ("llama", HEADS | {"vocab_size": 128, "num_hidden_layers": 6}, 2),
+    "tied": ("llama", HEADS | {"vocab_size": 128, "num_hidden_layers": 5, "tie_word_embeddings": True}, 1),
+    "many words": ("llama", HEADS | {"vocab_size": 9000, "num_hidden_layers": 5}, 1),
     "experts": (
         "qwen3_moe",
         HEADS | {"vocab_size": 128, "num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 2,
@@ -42,10 +42,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "experts after dense layers": (
         "deepseek_v3",
         {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4,
-         "vocab_size": 128, "num_hidden_layers": 8, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 2,
+         "vocab_size": 128, "num_hidden_layers": 6, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 2,
          "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 32,
          "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
-        2,
+        1,
     ),
     "two kinds of attention": (
         "qwen3_next",
@@ -57,9 +57,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "encoder and decoder": (
         "t5",
-        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 7, "num_heads": 4, "vocab_size": 128, "dropout_rate": 0.0,
+        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 6, "num_heads": 4, "vocab_size": 128, "dropout_rate": 0.0,
          "decoder_start_token_id": 0, "pad_token_id": 0, "is_encoder_decoder": True},
-        4,
+        2,
     ),
 }  # fmt: skip
 """Model type, sizes, and how many blocks are left out."""
@@ -128,16 +128,16 @@ def test_blocks_that_are_alike_are_left_out(
     left_out = MODELS[name][2]
     if name == "encoder and decoder" and ranks > 1:  # products of what the encoder gives begin outside of the blocks
         left_out = 0
-    known = rehearse(local, row_of(model), precision=precision, are_alike=left_out > 0)
+    known = rehearse(local, row_of(model), precision=precision, are_alike=True) if left_out else None
     found = compare(local, row_of(model), precision, monkeypatch)
     assert found.left_out == left_out
-    assert known == found, "also if it is known that they are alike"
+    assert known in (None, found), "also if it is known that they are alike"
 
 
 def test_adapters_are_left_out_with_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built("llama")
     local = local_model(with_adapters(model, "bf16-true", 4), None)
-    assert compare(local, row_of(model), "bf16-true", monkeypatch).left_out == 3
+    assert compare(local, row_of(model), "bf16-true", monkeypatch).left_out == 2
 
 
 class Block(nn.Module):

@@ -23,7 +23,7 @@ from lightning_autotp.solving.options import PlanOptions
 
 def test_blocks_are_computed_again_where_a_step_does_not_fit_otherwise() -> None:
     with meta_model():
-        model = tiny_model("llama")
+        model = tiny_model("llama", num_hidden_layers=1)
     batch = token_batch(0, 8, 64)
     plan, _ = make_plan(model, 2)
     whole = memory(rehearse(local_model(model, plan), batch), copies=2).total
@@ -45,7 +45,7 @@ def test_blocks_are_computed_again_where_a_step_does_not_fit_otherwise() -> None
 
 def test_what_is_in_host_memory_leaves_room_for_what_blocks_compute() -> None:
     with meta_model():
-        model = tiny_model("llama")
+        model = tiny_model("llama", num_hidden_layers=1)
     batch = token_batch(0, 8, 64)
     plan, _ = make_plan(model, 2)
     rehearsal = rehearse(local_model(model, plan), batch, precision="32-true")
@@ -58,7 +58,7 @@ def test_what_is_in_host_memory_leaves_room_for_what_blocks_compute() -> None:
 
 def test_positional_arguments_precision_and_one_rank() -> None:
     with meta_model():
-        model = tiny_model("llama")
+        model = tiny_model("llama", num_hidden_layers=1)
     batch = token_batch(0, 2, 16)
     named = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
     in_half = choose(model, None, named, 1e12, precision="bf16-true")
@@ -77,7 +77,7 @@ def calls(plan: Plan) -> int:
 
 def test_the_fastest_plan_with_which_a_step_fits_is_taken() -> None:
     with meta_model():
-        model = tiny_model("gpt2")
+        model = tiny_model("gpt2", num_hidden_layers=1)
     batch, small = token_batch(0, 8, 64), token_batch(0, 3, 7)
     graph = trace(model, small)
 
@@ -110,7 +110,7 @@ def test_the_fastest_plan_with_which_a_step_fits_is_taken() -> None:
 
 def test_no_limit_is_assumed_where_it_is_not_known_what_a_step_takes() -> None:
     with meta_model():
-        model = tiny_model("gpt2")
+        model = tiny_model("gpt2", num_hidden_layers=1)
     batch, small = token_batch(0, 8, 64), token_batch(0, 3, 7)
     graph = trace(model, small)
 
@@ -129,7 +129,7 @@ def test_no_limit_is_assumed_where_it_is_not_known_what_a_step_takes() -> None:
 
 def test_a_kept_plan_is_of_its_limit(tmp_path: Path) -> None:
     with meta_model():
-        model = tiny_model("gpt2")
+        model = tiny_model("gpt2", num_hidden_layers=1)
     batch = token_batch(0, 8, 64)
     graph = trace(model, batch)
 

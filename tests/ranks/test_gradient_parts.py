@@ -530,7 +530,7 @@ def train(model: nn.Module, table: str, vocabulary: int = 131) -> list[float]:
     words.register_hook(lambda gradient: gradient * (torch.arange(vocabulary).unsqueeze(1) > 9))
     losses = []
     torch.manual_seed(1)
-    for step in range(4):
+    for step in range(3):
         for part in range(2):
             loss = model(**token_batch(2 * step + part)).loss
             loss.backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from selected import nightly
 from tiny import tiny_model, token_batch
 from torch import Tensor, nn
 
@@ -59,10 +60,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("example", "sequence_parallel"), CASES)
-def test_gradients_equal_one_process(example: str, sequence_parallel: bool) -> None:
+DAILY = [("needs a gradient", True), ("needs none", False), ("token ids", True)]
+
+
+@pytest.mark.parametrize("case", nightly(CASES, [case for case in CASES if case not in DAILY]))
+def test_gradients_equal_one_process(case: tuple[str, bool]) -> None:
     wanted = gradients(tiny_model("llama", num_hidden_layers=1), projection())
-    for found in run_ranks(parallel, 2, example, sequence_parallel):
+    for found in run_ranks(parallel, 2, *case):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 

@@ -12,7 +12,7 @@ SMALL = {**DENSE, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, 
 ONE_LAYER = {**SMALL, "num_hidden_layers": 1}
 CASES = {
     "sequence parallel, checkpointed": Case("llama", sizes=SMALL, sequence_parallel=True, checkpointing=True),
-    "adapters": Case("llama", sizes=SMALL, lora=4),
+    "adapters": Case("llama", sizes=ONE_LAYER, lora=4),
     "adapters of bfloat16": Case("llama", sizes=SMALL, lora=4, precision="bf16-true"),
     "the second of two passes, mixed precision": Case("llama", sizes=ONE_LAYER, precision="bf16-mixed", passes=2),
     "encoder": Case("bert", "AutoModelForMaskedLM", {**BERT, "hidden_size": 64, "num_hidden_layers": 1}),

@@ -334,7 +334,7 @@ def alone(rank: int, model: nn.Module, *given: Any, has_ended: bool = False) -> 
     if has_ended:
         store.set("process/1", json.dumps({**json.loads(announced), "started": 0.0}))
     else:
-        store.set_timeout(timedelta(seconds=2))
+        store.set_timeout(timedelta(seconds=0.5))
     with mock.patch.object(store_barrier, "PATIENCE", 0.2), pytest.raises(RuntimeError) as raised:
         model(*given)
     store.set("process/1", announced)

@@ -171,7 +171,7 @@ COMPILED_ALIKE: dict[str, Question] = {
 
 ASKED = TRACED | TOGETHER | KINDS | FOLLOWED | UNSEEN | WITHOUT_GRADIENTS | COMPILED | COMPILED_ALIKE
 REPEATS = {
-    *TRACED, "late: a length", "late: elements that leave a rest", "task of many", "not traced",
+    *TRACED, "late: a length", "late: elements that leave a rest", "late: rows", "task of many", "not traced",
     "environment variable", "global flag, without gradients",
 }  # fmt: skip
 """What others ask in the same way."""
@@ -639,14 +639,12 @@ def said_around(rank: int, size: int) -> dict[str, str]:
         "sequence parallelism": outcome_of(lambda: NormedBlock(norm_of_a_part), sequence_parallel=True),
         "FSDP2": outcome_of(lambda: NormedBlock(norm_of_a_part), data_mesh=mesh["data"]),
         "a declared kernel": outcome_of(lambda: NormedBlock(norm_of_a_part, kernel=declared_kernel)),
-        "adapters": tuned(is_quantized=False),
+        "adapters, of a quantized base where it can be": tuned(is_quantized=find_spec("bitsandbytes") is not None),
         "compiled blocks": said_of_compiled_blocks(),
     }
     for reentrant in (False, True):
         block = partial(NormedBlock, norm_of_a_part, reentrant=reentrant)
         said[f"checkpoints, reentrant={reentrant}"] = outcome_of(block)
-    if find_spec("bitsandbytes"):
-        said["a quantized base"] = tuned(is_quantized=True)
     assert outcome_of(lambda: NormedBlock(as_traced, kernel=declared_kernel)) == ""
     return said
 

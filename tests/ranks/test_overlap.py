@@ -46,7 +46,11 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def order(rank: int, size: int) -> dict[bool, list[str]]:
+Orders = dict[tuple[bool, bool], list[str]]
+"""By whether tokens are sharded, and whether torch looks for anomalies."""
+
+
+def order(rank: int, size: int) -> Orders:
     found = {}
     for sequence_parallel in (False, True):
         model = parallelize(
@@ -55,49 +59,42 @@ def order(rank: int, size: int) -> dict[bool, list[str]]:
             example_inputs=token_batch(0, length=16),
             sequence_parallel=sequence_parallel,
         )
-        loss = model(**token_batch(0, length=16)).loss
-        with Order() as order:
-            loss.backward()
-        found[sequence_parallel] = order.names
+        for looks_for_anomalies in (False, True):
+            with torch.autograd.set_detect_anomaly(looks_for_anomalies):
+                loss = model(**token_batch(0, length=16)).loss
+                with Order() as order:
+                    loss.backward()
+            found[sequence_parallel, looks_for_anomalies] = order.names
     return found
 
 
-def order_in_anomaly_mode(rank: int, size: int) -> list[str]:
-    torch.autograd.set_detect_anomaly(True)
-    found = order(rank, size)
-    return [*found[False], *found[True]]
-
-
 @pytest.fixture(scope="module")
-def orders() -> list[dict[bool, list[str]]]:
+def orders() -> list[Orders]:
     return run_ranks(order, 2)
 
 
-def test_weight_gradients_of_a_region_run_while_its_input_gradient_is_summed(
-    orders: list[dict[bool, list[str]]],
-) -> None:
+def test_weight_gradients_of_a_region_run_while_its_input_gradient_is_summed(orders: list[Orders]) -> None:
     """Products for the input, the launch of their sum, products for the weights, the wait."""
     for found in orders:
-        names = ", ".join(found[False])
+        names = ", ".join(found[False, False])
         assert names.count("sum") == 5  # the loss's; gate's and up's; that of q, k and v
         for products in (2, 3):
             of_a_region = ["product"] * products
             assert names.count(", ".join([*of_a_region, "sum", *of_a_region, "wait"])) == 2
 
 
-def test_what_was_gathered_is_gathered_again_while_the_input_gradient_is_computed(
-    orders: list[dict[bool, list[str]]],
-) -> None:
+def test_what_was_gathered_is_gathered_again_while_the_input_gradient_is_computed(orders: list[Orders]) -> None:
     for found in orders:
-        names = ", ".join(found[True])
+        names = ", ".join(found[True, False])
         for products in (2, 3):
             of_a_region = ["product"] * products
             wanted = ["gather", *of_a_region, "part of a sum", "wait", *of_a_region, "wait"]
             assert names.count(", ".join(wanted)) == 2
 
 
-def test_what_anomaly_mode_looks_at_has_been_waited_for() -> None:
-    for names in run_ranks(order_in_anomaly_mode, 2):
+def test_what_anomaly_mode_looks_at_has_been_waited_for(orders: list[Orders]) -> None:
+    for found in orders:
+        names = [*found[False, True], *found[True, True]]
         sums = [number for number, name in enumerate(names) if name in ("sum", "part of a sum")]
         assert len(sums) > 8
         assert {names[number + 1] for number in sums} == {"wait"}
@@ -225,7 +222,7 @@ def test_gradients_are_those_without_overlap() -> None:
 
 def trained(rank: int, size: int, sequence_parallel: bool) -> dict[str, Tensor]:
     model = parallelize(
-        tiny_model("llama"),
+        tiny_model("llama", num_hidden_layers=1),
         dist.group.WORLD,  # type: ignore[arg-type]
         example_inputs=token_batch(0),
         sequence_parallel=sequence_parallel,
@@ -236,7 +233,7 @@ def trained(rank: int, size: int, sequence_parallel: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_model_has_one_process_gradients(sequence_parallel: bool) -> None:
-    whole = tiny_model("llama")
+    whole = tiny_model("llama", num_hidden_layers=1)
     whole(**token_batch(0)).loss.backward()
     wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for found in run_ranks(trained, 3, sequence_parallel):

@@ -24,7 +24,7 @@ from lightning_autotp.layouts.types import Invariant, Partial, Replicate, Shard
 from lightning_autotp.parallel import TPGroup, convert, vocab_parallel_cross_entropy
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+    "llama": {"num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
     "gemma2": {"sliding_window": 8},
     "qwen3": {"num_hidden_layers": 1},
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -121,7 +121,6 @@ def whole_where_summed(model: nn.Module) -> dict[str, Tensor]:
 
 
 ADAPTED: dict[str, tuple[str, int, Named]] = {
-    "one step": ("llama", 1, parameters_of),
     "two steps": ("llama", 2, parameters_of),
     "norms over heads": ("qwen3", 1, whole_where_summed),
 }

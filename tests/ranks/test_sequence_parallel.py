@@ -152,15 +152,9 @@ def check(family: str, size: int, *planned_for: Any) -> None:
                 torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def kept(rank: int, size: int) -> dict[str, Any]:
+def kept(model: Any) -> dict[str, Any]:
     """What of the gathered inputs is alive after a forward, and how often each is gathered again in the backward."""
-    inputs = token_batch(0, 2, 32)
-    model = parallelize(
-        tiny_model("llama"),
-        dist.group.WORLD,  # type: ignore[arg-type]
-        example_inputs=inputs,
-        sequence_parallel=True,
-    )
+    inputs, handles = token_batch(0, 2, 32), []
     alive = []
 
     def look(module: Any, args: Any) -> None:
@@ -168,23 +162,19 @@ def kept(rank: int, size: int) -> dict[str, Any]:
 
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear) and module.out_features != 131:
-            module.register_forward_pre_hook(look)
+            handles.append(module.register_forward_pre_hook(look))
     loss = model(**inputs).loss
     found: dict[str, Any] = {"seen": len(alive), "alive": sum(ref() is not None for ref in alive)}
     with mock.patch.object(overlap, "begin_gather", wraps=overlap.begin_gather) as gather:
         loss.backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
     return {
         **found,
         "gathers": gather.call_count,
         "gathered": len({id(call.args[0]) for call in gather.call_args_list}),
     }
-
-
-def test_gathered_inputs_are_not_kept_for_the_backward_pass() -> None:
-    for found in run_ranks(kept, 2):
-        assert found["seen"] == 10  # q, k, v, gate and up of two layers
-        assert found["alive"] == 0
-        assert found["gathers"] == found["gathered"] == 4  # one for attention and one for the MLP of each
 
 
 def called_alone(model: Any) -> Tensor:
@@ -199,10 +189,11 @@ def called_alone(model: Any) -> Tensor:
     return loss + hidden.pow(2).mean() + model.get_input_embeddings()(ids).pow(3).mean()
 
 
-def alone(rank: int, size: int) -> None:
+def alone(rank: int, size: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     reference, model = tiny_model("llama"), tiny_model("llama")
     parallelize(model, dist.group.WORLD, example_inputs=token_batch(0, 5, 61), sequence_parallel=True)  # type: ignore[arg-type]
+    found_kept = kept(model)
     losses = []
     for each in (model, reference):
         loss = called_alone(each)
@@ -226,16 +217,20 @@ def alone(rank: int, size: int) -> None:
         assert torch.allclose(found, wanted)
     with pytest.raises(RuntimeError, match="generate needs all tokens on every rank"):
         model.generate(ids, max_new_tokens=2)
+    return found_kept
 
 
-def test_modules_called_by_themselves_take_and_give_all_tokens() -> None:
-    run_ranks(alone, 2)
+def test_modules_called_by_themselves_take_and_give_all_tokens_and_gathered_inputs_are_not_kept() -> None:
+    for found in run_ranks(alone, 2):
+        assert found["seen"] == 10  # q, k, v, gate and up of two layers
+        assert found["alive"] == 0
+        assert found["gathers"] == found["gathered"] == 4  # one for attention and one for the MLP of each
 
 
 def encoded(rank: int, size: int) -> None:
     """An encoder-decoder gives its encoder's last state back, shown whole: in batches of any length, in both modes."""
     torch.set_default_dtype(torch.float64)
-    reference = build("bart", "seq2seq")
+    reference = build("bart", "seq2seq", encoder_layers=1, decoder_layers=1)
     example, *batches = (token_batch(seed, 3, length) for seed, length in ENCODED)
     model = copy.deepcopy(reference)
     parallelize(model, dist.group.WORLD, example_inputs=example, sequence_parallel=True)  # type: ignore[arg-type]

@@ -48,40 +48,34 @@ def collect(model: Any, paths: tuple[str, ...]) -> tuple[list[Tensor], list[Any]
     return seen, handles
 
 
-def collecting(rank: int, size: int, families: list[str]) -> None:
-    for family in families:
-        reference, model = made(family), made(family)
-        parallelize(model, dist.group.WORLD)
-        model(input_ids=IDS, labels=IDS)
-        losses = []
-        for each in (model, reference):
-            each.train()
-            seen, handles = collect(each, COLLECTED[family])
-            loss = each(input_ids=IDS, labels=IDS).loss
-            shapes = [tuple(tensor.shape) for tensor in seen]
-            loss = loss + sum(tensor.pow(2).mean() + tensor.flatten()[0] for tensor in seen)
-            loss.backward()
-            losses.append((loss.detach(), shapes))
-            for handle in handles:
-                handle.remove()
-        assert losses[0][1] == losses[1][1], family
-        assert torch.allclose(losses[0][0], losses[1][0], rtol=1e-5), (family, losses)
-        assert worst(model, reference) < 2e-5, (family, worst(model, reference))
-        for each in (model, reference):  # without them as before
-            each.zero_grad()
-            each(input_ids=IDS, labels=IDS).loss.backward()
-        assert worst(model, reference) < 2e-5
+def collecting(model: Any, reference: Any, family: str) -> None:
+    """A loss on activations that hooks collect."""
+    model(input_ids=IDS, labels=IDS)
+    losses = []
+    for each in (model, reference):
+        each.train()
+        seen, handles = collect(each, COLLECTED[family])
+        loss = each(input_ids=IDS, labels=IDS).loss
+        shapes = [tuple(tensor.shape) for tensor in seen]
+        loss = loss + sum(tensor.pow(2).mean() + tensor.flatten()[0] for tensor in seen)
+        loss.backward()
+        losses.append((loss.detach(), shapes))
+        for handle in handles:
+            handle.remove()
+    assert losses[0][1] == losses[1][1], family
+    assert torch.allclose(losses[0][0], losses[1][0], rtol=1e-5), (family, losses)
+    assert worst(model, reference) < 2e-5, (family, worst(model, reference))
+    as_before(model, reference)
 
 
-@pytest.mark.parametrize(
-    ("size", "families"),
-    [
-        (2, ["llama", "gpt2"]),
-        *(pytest.param(*one, marks=pytest.mark.nightly) for one in [(3, ["llama", "mixtral"]), (4, ["gpt2"])]),
-    ],
-)
-def test_losses_on_activations_that_hooks_collect(size: int, families: list[str]) -> None:
-    run_ranks(collecting, size, families)
+def as_before(model: Any, reference: Any) -> None:
+    """A step without anything that was added."""
+    for each in (model, reference):
+        each.zero_grad()
+        each(input_ids=IDS, labels=IDS).loss.backward()
+    assert worst(model, reference) < 2e-5
+    for each in (model, reference):
+        each.zero_grad()
 
 
 def adapter(module: nn.Module, seed: int) -> nn.ParameterList:
@@ -95,15 +89,14 @@ def adapter(module: nn.Module, seed: int) -> nn.ParameterList:
 
 
 def adapting(rank: int, size: int) -> None:
-    reference, model = made("llama", 2), made("llama", 2)
+    reference, model = made("llama"), made("llama")
     parallelize(model, dist.group.WORLD)
     added, losses = [], []
     for each in (model, reference):
         each.train()
         own = [
-            adapter(layers(each)[layer].get_submodule(path), layer)
-            for layer in (0, 1)
-            for path in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+            adapter(layers(each)[0].get_submodule(path), seed)
+            for seed, path in enumerate(("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"))
         ]
         loss = each(input_ids=IDS, labels=IDS).loss
         loss.backward()
@@ -120,9 +113,8 @@ def test_adapters_by_hooks_are_as_in_one_process(size: int) -> None:
     run_ranks(adapting, size)
 
 
-def refused(rank: int, size: int) -> None:
-    model = made("llama")
-    parallelize(model, dist.group.WORLD)
+def refused(model: Any) -> None:
+    """Hooks that cannot see whole tensors are errors."""
     layer = layers(model)[0]
     handle = layer.self_attn.q_proj.register_full_backward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match=r"q_proj has a backward hook"):
@@ -150,10 +142,6 @@ def refused(rank: int, size: int) -> None:
     with FlopCounterMode(display=False) as counter:  # has such hooks of torch's own, which tell modules apart
         model(input_ids=IDS)
     assert counter.get_total_flops() > 0
-
-
-def test_hooks_that_cannot_see_whole_tensors_are_errors() -> None:
-    run_ranks(refused, 2)
 
 
 def called_alone(model: Any) -> Tensor:
@@ -239,58 +227,59 @@ def layer_alone(model: Any, reference: Any) -> None:
     torch.testing.assert_close(copy.deepcopy(model).model.layers[0].mlp.up_proj(x), wanted)
 
 
-def alone(rank: int, size: int, families: list[str]) -> None:
+def alone(model: Any, reference: Any, family: str) -> None:
+    """Modules called by themselves."""
+    losses = []
+    for each in (model, reference):
+        each.train()
+        loss = called_alone(each)
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.allclose(*losses, rtol=1e-5), (family, losses)
+    assert worst(model, reference) < 2e-5, (family, worst(model, reference))
+    as_before(model, reference)
+    each_module_alone(model, reference)
+    if family == "llama":
+        layer_alone(model, reference)
+
+
+def soft_prompt(model: Any, reference: Any, family: str) -> None:
+    """Embeddings computed outside of the model, with a parameter of the user's, go into it."""
+    gradients = []
+    for each in (model, reference):
+        each.train()
+        each.zero_grad()
+        prompt = nn.Parameter(torch.ones(1, 3, each.get_input_embeddings().embedding_dim) * 0.1)
+        embeds = torch.cat([prompt.expand(2, -1, -1), each.get_input_embeddings()(IDS)], 1)
+        labels = torch.cat([torch.full((2, 3), -100), IDS], 1)
+        each(inputs_embeds=embeds, labels=labels).loss.backward()
+        gradients.append(prompt.grad)
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7), family
+    assert worst(model, reference) < 2e-5, (family, worst(model, reference))
+
+
+def used_otherwise(rank: int, size: int, families: list[str]) -> None:
     for family in families:
         reference, model = made(family), made(family)
         parallelize(model, dist.group.WORLD)
-        losses = []
-        for each in (model, reference):
-            each.train()
-            loss = called_alone(each)
-            loss.backward()
-            losses.append(loss.detach())
-        assert torch.allclose(*losses, rtol=1e-5), (family, losses)
-        assert worst(model, reference) < 2e-5, (family, worst(model, reference))
-        for each in (model, reference):
-            each.zero_grad()
-            each(input_ids=IDS, labels=IDS).loss.backward()
-        assert worst(model, reference) < 2e-5
-        each_module_alone(model, reference)
+        for check in (collecting, alone, soft_prompt):
+            check(model, reference, family)
         if family == "llama":
-            layer_alone(model, reference)
+            refused(model)
 
 
 @pytest.mark.parametrize(
     ("size", "families"),
     [
         (2, ["llama", "gpt2"]),
-        pytest.param(2, ["mixtral"], marks=pytest.mark.nightly),
-        pytest.param(3, ["llama", "gpt2"], marks=pytest.mark.nightly),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in [(2, ["mixtral"]), (3, ["llama", "mixtral", "gpt2"]), (4, ["gpt2"])]
+        ),
     ],
 )
-def test_modules_called_by_themselves(size: int, families: list[str]) -> None:
-    run_ranks(alone, size, families)
-
-
-def soft_prompt(rank: int, size: int, families: list[str]) -> None:
-    """Embeddings computed outside of the model, with a parameter of the user's, go into it."""
-    for family in families:
-        reference, model = made(family), made(family)
-        parallelize(model, dist.group.WORLD)
-        gradients = []
-        for each in (model, reference):
-            each.train()
-            prompt = nn.Parameter(torch.ones(1, 3, each.get_input_embeddings().embedding_dim) * 0.1)
-            embeds = torch.cat([prompt.expand(2, -1, -1), each.get_input_embeddings()(IDS)], 1)
-            labels = torch.cat([torch.full((2, 3), -100), IDS], 1)
-            each(inputs_embeds=embeds, labels=labels).loss.backward()
-            gradients.append(prompt.grad)
-        assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7), family
-        assert worst(model, reference) < 2e-5, (family, worst(model, reference))
-
-
-@pytest.mark.parametrize(
-    ("size", "families"), [(2, ["mixtral"]), pytest.param(2, ["llama", "gpt2"], marks=pytest.mark.nightly)]
-)
-def test_gradients_of_a_soft_prompt(size: int, families: list[str]) -> None:
-    run_ranks(soft_prompt, size, families)
+def test_activations_that_are_collected_modules_called_by_themselves_and_embeddings_that_are_given(
+    size: int, families: list[str]
+) -> None:
+    """What hooks see, modules give and embeddings take is as in one process; what cannot be is an error."""
+    run_ranks(used_otherwise, size, families)
