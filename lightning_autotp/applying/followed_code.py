@@ -8,10 +8,9 @@ The proof is of a trace. Running code may go another way for one of two reasons,
   parameter went into, and so tell the way, but no more.
 * **It asks what no trace shows**: whether a tensor is fake, an environment variable, a global flag. That may be any
   module, so all others are followed in the first call of each kind, and at rare intervals after it. A line that was not
-  seen may do what it likes with tensors of which every rank has all, and may take single elements of parts, each with
-  the same of others: not with its position, or with a random number. It may repeat or reshape a part in the dims before
-  the one that is cut (as code repeats heads for a kernel that takes no groups). Ranks that took a part for the whole
-  (its norm, say) might well agree on the result.
+  seen may do what it likes with tensors of which every rank has all, and with parts what gives parts again
+  (:mod:`~lightning_autotp.applying.typed_tensors`), as code repeats heads for a kernel that takes no groups. Ranks that
+  took a part for the whole (its norm, say) might well agree on the result.
 
 Any other step is an error before it happens, so before anything is communicated at it, on every rank: the values that
 decide are the same on all, and so is the code.
@@ -40,7 +39,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_autotp.applying.changed_calls import LocalForward
-from lightning_autotp.applying.typed_tensors import MADE, NEUTRAL, OWN, VIEWED, Call, TensorTypes
+from lightning_autotp.applying.typed_tensors import MADE, NEUTRAL, OWN, Call, TensorTypes
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.call_sites import (
     by_call,
@@ -417,8 +416,6 @@ class _Run:
         """Note the types of what a call gave, and of what it wrote."""
         found = [leaf for leaf in call_leaves(result) if isinstance(leaf, Tensor)]
         kinds = outcome.results * len(found) if len(outcome.results) == 1 else outcome.results
-        if outcome.results == (VIEWED,):
-            kinds = tuple(self._type_of_view(call, tensor) for tensor in found)
         if len(kinds) != len(found) or not all(map(_has_length, found, kinds)):
             kinds = self._otherwise(call, found)
         if any(self.tensors.of(tensor) == OWN for tensor in call.tensors):
@@ -484,18 +481,6 @@ class _Run:
         if made is None:
             return None
         return Outcome((made,), () if call.written is None else ((0, made),))
-
-    def _type_of_view(self, call: _Call, made: Tensor) -> Type:
-        """The type of what a line that was not seen makes of a part that it only looks at.
-
-        Raises:
-            UnseenPath: if that is cut along another dim.
-        """
-        kind = self.tensors.of_view(call, made)
-        if kind is None:
-            what = f"it calls {said_line(call.line)}, and the dim that is cut is another"
-            raise self.refusal(self.code.model, self.path, what)
-        return kind
 
     def _otherwise(self, call: _Call, found: list[Tensor]) -> tuple[Type, ...]:
         """The types of results that are others than a call was seen to give."""
@@ -581,9 +566,9 @@ class _Calls(TorchFunctionMode):
             with self:
                 return inside(*args, **kwargs)
         caller = calling_frame(func, sys._getframe(1))
-        groups = [call_leaves(value) for value in (*args, *kwargs.values())]
         line = call_key(caller, func)
-        call = _Call(func, line[2], groups, kwargs, line, caller)
+        groups = [call_leaves(value) for value in (*args, *kwargs.values())]
+        call = _Call(func, line[2], args, kwargs, groups, line, caller)
         outcome = run.outcome(call)
         result = func(*args, **kwargs)  # here, as it is told by its frames who calls it
         if outcome is not None:

@@ -3,20 +3,22 @@
 Such code is a line of a module that the trace did not run, and whatever stands around a model: a penalty in the
 training step, a callback, a loop. It may do what it likes with tensors of which every rank has all. Of a part it may
 take single elements, each with the same of others: not with its position, or with a random number, which the whole
-would have another one of there. It may repeat or reshape a part in the dims before the one that is cut. Anything else
-(its norm, a product with it, its first rows) takes the part for the whole.
+would have another one of there. Whatever else it does, operators' records say whether it makes a part again (norms of
+rows, of a part that is cut by rows) or takes the part for the whole (its norm, its first rows).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_autotp.applying.read_by_records import cut_dim
+from lightning_autotp.capture.call_sites import call_leaves
 from lightning_autotp.private.torch_private import LIST_UPDATES, storage_key, without_functions
 from lightning_autotp.solving.paths import ANY, STATIC, ZEROS, ShardType, Type, is_part
 from lightning_autotp.torch_functions import BY_PLACE, ELEMENTWISE, LISTED, UNIFORM, functions, setters, writes
@@ -28,10 +30,6 @@ Anywhere else they are static.
 """
 MADE = frozenset((STATIC, OWN, UNIFORM_TYPE))
 NEUTRAL = (STATIC, ZEROS, OWN, UNIFORM_TYPE)
-VIEWED = "viewed"
-"""Of what a function makes of a part that only looks at it, until the result's shape is known: see
-:meth:`TensorTypes.of_view`."""
-
 _AS_ANOTHER = Tensor.to, Tensor.type_as, Tensor.__deepcopy__
 """Functions that take no elements of their second argument."""
 _VIEWING = (Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.unsqueeze, Tensor.view, torch.reshape)
@@ -50,14 +48,21 @@ class Call:
     Attributes:
         func: the function.
         name: its name.
-        groups: the leaves of each of its arguments.
-        kwargs: its arguments by name.
+        args: its arguments.
+        kwargs: those by name.
+        groups: the leaves of each of them.
     """
 
     func: Any
     name: str
-    groups: list[list[Any]]
+    args: Sequence[Any]
     kwargs: Mapping[str, Any]
+    groups: list[list[Any]]
+
+    @classmethod
+    def of(cls, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """One with these arguments."""
+        return cls(func, name, args, kwargs, [call_leaves(value) for value in (*args, *kwargs.values())])
 
     @property
     def leaves(self) -> list[Any]:
@@ -91,11 +96,11 @@ class Call:
         """Of a function of lists of tensors, the calls for their elements."""
         count = len(self.groups[0])
         each = [group if len(group) == count else count * [group] for group in self.groups]
-        return [Call(self.func, self.name, [_listed(one) for one in given], {}) for given in zip(*each, strict=True)]
+        return [Call.of(self.func, self.name, given, {}) for given in zip(*each, strict=True)]
 
     def of_elements(self) -> Call:
         """The same, without arguments of which it takes no elements."""
-        return Call(self.func, self.name, self.groups[:1], {}) if self.func in _AS_ANOTHER else self
+        return Call.of(self.func, self.name, self.args[:1], {}) if self.func in _AS_ANOTHER else self
 
 
 class TensorTypes:
@@ -150,12 +155,13 @@ class TensorTypes:
         parts = frozenset(filter(is_part, kinds))
         if not parts:
             return self._of_wholes(call, kinds)
-        if not kinds <= parts | self._beside | MADE or not all(isinstance(part, ShardType) for part in parts):
+        if not all(isinstance(part, ShardType) for part in parts):
             return None
-        if call.is_elementwise and not self.is_by_place(call, STATIC, OWN):
+        if call.is_elementwise:
             aligned = self._aligned(call)
-            return aligned.pop() if len(aligned) == 1 else None
-        return VIEWED if call.func in _VIEWING and len(call.tensors) == 1 and not call.is_indexed else None
+            is_known = kinds <= parts | self._beside | MADE and not self.is_by_place(call, STATIC, OWN)
+            return aligned.pop() if len(aligned) == 1 and is_known else None
+        return self._by_records(call)
 
     def _aligned(self, call: Call) -> set[ShardType]:
         """The types of the parts among a call's tensors, where these are broadcast to each other."""
@@ -164,17 +170,28 @@ class TensorTypes:
             found = [(self.of(tensor), longest - tensor.dim()) for tensor in call.tensors]
         return {kind.behind(more) for kind, more in found if isinstance(kind, ShardType)}
 
-    def of_view(self, call: Call, made: Tensor) -> Type | None:
-        """What is a part by its last dims, from the first one that is cut on, which must be those of the part before.
+    def _by_records(self, call: Call) -> ShardType | None:
+        """The type of what a call makes of parts where operators' records tell it.
 
-        ``None`` if they are not.
+        A tensor beside a part must have no gradient, or one that is summed over the ranks: with a part, each rank
+        computes its share of it.
         """
-        (tensor,) = call.tensors
-        part = self.of(tensor)
-        assert isinstance(part, ShardType)
-        with without_functions():
-            first, more = min(dim for dim, *_ in part.dims), made.dim() - tensor.dim()
-            return part.behind(more) if made.shape[max(first + more, 0) :] == tensor.shape[first:] else None
+        types = {id(tensor): (tensor, self.of(tensor)) for tensor in call.tensors}
+        cut = {one: kind for one, (_, kind) in types.items() if isinstance(kind, ShardType)}
+        beside = [(tensor, kind) for tensor, kind in types.values() if id(tensor) not in cut]
+        is_one_way = len({(kind.dims[0][1:], len(kind.dims)) for kind in cut.values()}) == 1
+        if call.written is not None or "out" in call.kwargs or not is_one_way or not self._may_stand_beside(beside):
+            return None
+        free = {id(tensor) for tensor, kind in beside if kind in self._beside or kind in (ZEROS, UNIFORM_TYPE)}
+        (_, how, length), *more = next(iter(cut.values())).dims
+        dim = cut_dim(call.func, call.args, call.kwargs, {one: kind.dims[0][0] for one, kind in cut.items()}, free)
+        return None if dim is None or more else replace(next(iter(cut.values())), dims=((dim, how, length),))
+
+    def _may_stand_beside(self, tensors: Sequence[tuple[Tensor, Type]]) -> bool:
+        has_gradient = torch.is_grad_enabled()
+        return all(
+            kind == "R" or (kind != ANY and not (has_gradient and tensor.requires_grad)) for tensor, kind in tensors
+        )
 
     def is_by_place(self, call: Call, *kinds: Type, parts: Iterable[tuple[Tensor, ShardType]] = ()) -> bool:
         """Whether an elementwise call takes, beside a part, a tensor of these types that is as long where that is cut.
@@ -215,10 +232,6 @@ class TensorTypes:
             return self._of_nothing
         is_placed = call.written is not None and not call.is_elementwise
         return OWN if is_placed or OWN in kinds else STATIC
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _is_as_long(tensor: Tensor, part: Tensor, dim: int) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_autotp.applying.typed_tensors import OWN, VIEWED, Call, TensorTypes
+from lightning_autotp.applying.typed_tensors import OWN, Call, TensorTypes
 from lightning_autotp.capture.call_sites import call_leaves, calling_frame, frames_from, is_user_code, source_line
 from lightning_autotp.capture.capture import ExampleCall
 from lightning_autotp.gradients.parts import GradientPart
@@ -202,7 +202,7 @@ class checked(TorchFunctionMode):
         if self._paused or torch.compiler.is_compiling() or is_in_backward():
             return func(*args, **kwargs)
         name = _name(func)
-        call = Call(func, name, [call_leaves(value) for value in (*args, *kwargs.values())], kwargs).of_elements()
+        call = Call.of(func, name, args, kwargs).of_elements()
         tensors = call.tensors
         why = _NOT_OF_CUT.get(func)
         if why is not None and any(isinstance(x, DTensor) for x in tensors) and self._is_users(func):
@@ -233,9 +233,9 @@ class checked(TorchFunctionMode):
         result = func(*args, **kwargs)
         if call.written is not None:
             note_written(leaf for leaf in call.groups[0] if self._part(leaf) is not None)
-        # A tuple: such as the mantissas and exponents of elements.
-        if (isinstance(result, tuple) and func not in LIST_UPDATES) or not self._note(calls, made, result):
+        if isinstance(result, tuple) and func not in LIST_UPDATES:  # such as the mantissas and exponents of elements
             raise self._refusal(name, of, _PART)
+        self._note(calls, made, result)
         return result
 
     def _noted(self, calls: Sequence[Call], result: Any) -> Any:
@@ -243,23 +243,17 @@ class checked(TorchFunctionMode):
         self._note(calls, [self._types.made_by(one) for one in calls], result)
         return result
 
-    def _note(self, calls: Sequence[Call], made: Sequence[Type | None], result: Any) -> bool:
-        """Note the types of what calls gave and wrote; whether each of a part is cut along the same dim as that."""
+    def _note(self, calls: Sequence[Call], made: Sequence[Type | None], result: Any) -> None:
+        """Note the types of what calls gave and wrote."""
         found = [leaf for leaf in call_leaves(result) if isinstance(leaf, Tensor)]
         for at, (call, kind) in enumerate(zip(calls, made, strict=True)):
             if kind is None:
                 continue
             for tensor in found[at :: len(calls)]:
-                if isinstance(tensor, PartOfGradient):
-                    continue
-                now = self._types.of_view(call, tensor) if kind == VIEWED else kind
-                if now is None:
-                    return False
-                if now != self._types.of(tensor):
-                    self._types.put(tensor, now)
-            if call.written is not None and kind != VIEWED:
+                if not isinstance(tensor, PartOfGradient) and self._types.of(tensor) != kind:
+                    self._types.put(tensor, kind)
+            if call.written is not None:
                 self._types.write(call.written, kind)
-        return True
 
     def _tells_of_wholes(self, tensors: Sequence[Tensor]) -> bool:
         """Whether ``torch.equal`` of these two, parts at least one of them, gives the answer for the whole tensors.

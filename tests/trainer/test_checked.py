@@ -97,8 +97,9 @@ def beside_a_gradient(make: Callable[[torch.Size], Tensor]) -> Use:
 UNSOUND: dict[str, tuple[Use, str]] = {
     "an own head": (lambda m, h: F.linear(h, m.lm_head.weight), "linear on lm_head.weight"),
     "matmul": (lambda m, h: h @ m.lm_head.weight.t(), "on lm_head.weight"),
-    "transposed": (lambda m, h: h @ m.lm_head.weight.T, "__get__ on lm_head.weight"),
-    "transposed data": (lambda m, h: m.lm_head.weight.data.mT.norm(), "__get__ on lm_head.weight"),
+    "transposed": (lambda m, h: h @ m.lm_head.weight.T, "on lm_head.weight"),
+    "transposed data": (lambda m, h: m.lm_head.weight.data.mT.norm(), "norm on lm_head.weight"),
+    "norms of columns": (lambda m, h: m.lm_head.weight.data.norm(dim=0), "norm on lm_head.weight"),
     "rows of an embedding": (
         lambda m, h: m.model.embed_tokens.weight[IDS], "__getitem__ on model.embed_tokens.weight"
     ),
@@ -116,18 +117,22 @@ UNSOUND: dict[str, tuple[Use, str]] = {
     ),
     "one vector": (lambda m, h: nn.utils.parameters_to_vector(m.parameters()), "view on model.embed_tokens.weight"),
     "norm of all": (lambda m, h: nn.utils.get_total_norm(m.parameters()), "norm on model.embed_tokens.weight"),
-    "distance": (lambda m, h: nn.CosineSimilarity()(m.lm_head.weight, m.lm_head.weight), "on lm_head.weight"),
+    "distance": (
+        lambda m, h: nn.CosineSimilarity()(m.lm_head.weight, m.lm_head.weight).mean(), "mean on lm_head.weight"
+    ),
     "broadcast": (
-        lambda m, h: (m.lm_head.weight - torch.arange(3.0)[:, None, None]).square().amin(0), "amin on lm_head.weight"
+        lambda m, h: (m.lm_head.weight - torch.arange(3.0)[:, None, None]).square().amin(0).sum(),
+        "sum on lm_head.weight",
     ),
     "another part beside it": (
         lambda m, h: m.lm_head.weight * m.model.layers[0].mlp.up_proj.weight[:1], "__getitem__ on model.layers.0.mlp"
     ),
     "places": (lambda m, h: torch.where(m.lm_head.weight.data > 0), "where on lm_head.weight"),
-    "stacked": (lambda m, h: torch.stack([m.lm_head.weight.float()]), "stack on lm_head.weight"),
+    "stacked": (lambda m, h: torch.stack([m.lm_head.weight.float()]).norm(), "norm on lm_head.weight"),
     "L1": (lambda m, h: nn.L1Loss()(m.lm_head.weight, torch.ones(m.lm_head.weight.shape)), "l1_loss on lm_head.weight"),
     "pairwise distance": (
-        lambda m, h: nn.PairwiseDistance()(m.lm_head.weight, torch.ones(m.lm_head.weight.shape)), "on lm_head.weight"
+        lambda m, h: nn.PairwiseDistance()(m.lm_head.weight, torch.ones(m.lm_head.weight.shape)).sum(),
+        "sum on lm_head.weight",
     ),
     "of one vector": (
         lambda m, h: nn.utils.vector_to_parameters(torch.ones(99_999), m.parameters()), "view_as on model.embed_tokens"
@@ -242,7 +247,17 @@ def balanced_losses(model: Any) -> float:
     return float(one / other) + float(model.lm_head.weight.grad.norm())
 
 
+def rows_of_length_one(model: Any) -> float:
+    """Of a weight that is cut by rows: each rank has their norms."""
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight.div_(weight.norm(dim=1, keepdim=True))
+        weight.mul_(weight.softmax(-1).amax(1).unsqueeze(1))
+    return float(model(input_ids=IDS, labels=IDS).loss)
+
+
 AS_IN_ONE_PROCESS: dict[str, Callable[[Any], float]] = {
+    "rows of length one": rows_of_length_one,
     "own gradients are clipped": own_gradients,
     "own gradients in a list": own_gradients_in_a_list,
     "own gradients in a step": own_gradients_in_a_step,
@@ -483,7 +498,7 @@ def look_for(weight: nn.Parameter) -> None:
 HOOKS: dict[str, tuple[str, Callable[[nn.Parameter], Any], str]] = {
     "LARS": ("on_before_optimizer_step", lars, "norm on"),
     "LARS, with accumulation": ("on_before_optimizer_step", lars, "norm on"),
-    "each epoch": ("on_train_epoch_end", lambda p: p.data[-3:].zero_(), "__getitem__ on"),
+    "each epoch": ("on_train_epoch_end", lambda p: p.data[-3:, -3:].zero_(), "__getitem__ on"),
     "a later validation": ("on_validation_end", lambda p: p.mean(), "mean on"),
     "validation by steps": ("on_validation_end", lambda p: p.mean(), "mean on"),
     "comparing": ("on_train_batch_end", look_for, ""),

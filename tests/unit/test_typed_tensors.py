@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from lightning_autotp.applying.typed_tensors import OWN, UNIFORM_TYPE, VIEWED, Call, TensorTypes
-from lightning_autotp.capture.call_sites import call_leaves
+from lightning_autotp.applying.read_by_records import cut_dim
+from lightning_autotp.applying.typed_tensors import OWN, UNIFORM_TYPE, Call, TensorTypes
+from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.solving.paths import ANY, STATIC, ShardType, Type
 
 ROWS, OTHER_ROWS = (ShardType(((0, cut, 4),)) for cut in ("one way", "another"))
@@ -32,7 +34,7 @@ class Given:
             self.types.put(tensor, kind)
 
     def made_by(self, func: Any, *args: Any) -> Type | None:
-        return self.types.made_by(Call(func, func.__name__, [call_leaves(value) for value in args], {}))
+        return self.types.made_by(Call.of(func, func.__name__, args, {}))
 
 
 @pytest.mark.parametrize(
@@ -49,9 +51,27 @@ class Given:
         (lambda g: (torch.add, g.rows, g.drawn), None),
         (lambda g: (torch.add, g.rows, g.static), None),
         (lambda g: (Tensor.sum, g.rows), None),
-        (lambda g: (Tensor.T.__get__, g.rows), None),
-        (lambda g: (Tensor.view, g.rows, (2, 4, 3)), VIEWED),
-        (lambda g: (Tensor.__getitem__, g.rows, (None, slice(None))), VIEWED),
+        (lambda g: (Tensor.sum, g.rows, 0), None),
+        (lambda g: (Tensor.sum, g.rows, 1), ShardType(((0, "one way", 4),))),
+        (lambda g: (Tensor.norm, g.rows, 2, 1, True), ROWS),
+        (lambda g: (Tensor.softmax, g.rows, -1), ROWS),
+        (lambda g: (Tensor.softmax, g.rows, 0), None),
+        (lambda g: (Tensor.cumsum, g.columns, 1), None),
+        (lambda g: (Tensor.T.__get__, g.rows), ShardType(((1, "one way", 4),))),
+        (lambda g: (torch.stack, [g.rows, g.more_rows]), ShardType(((1, "one way", 4),))),
+        (lambda g: (torch.stack, [g.rows, g.other_rows]), None),
+        (lambda g: (torch.cat, [g.rows, g.more_rows], 1), ROWS),
+        (lambda g: (torch.cat, [g.rows, g.more_rows], 0), None),
+        (lambda g: (torch.outer, g.bias, g.bias), None),  # of the whole's blocks a rank would have one
+        (lambda g: (torch.mm, g.unknown, g.columns), None),
+        (lambda g: (torch.max, g.rows, 1), None),  # the places, too
+        (lambda g: (Tensor.view, g.rows, (4, 2, 3)), ShardType(((0, "one way", 4),))),
+        (lambda g: (Tensor.view, g.rows, (2, 2, 6)), None),
+        (lambda g: (Tensor.unsqueeze, g.rows, 0), ShardType(((1, "one way", 4),))),
+        (lambda g: (Tensor.expand, g.rows, (2, 4, 6)), ShardType(((1, "one way", 4),))),
+        (lambda g: (Tensor.view, g.rows, -1), None),
+        (lambda g: (Tensor.__getitem__, g.rows, (None, slice(None))), ShardType(((1, "one way", 4),))),
+        (lambda g: (Tensor.__getitem__, g.rows, (slice(None), 0)), ShardType(((0, "one way", 4),))),
         (lambda g: (Tensor.__getitem__, g.rows, slice(2)), None),
         (lambda g: (Tensor.__setitem__, g.rows, ..., g.more_rows), ROWS),
         (lambda g: (Tensor.__setitem__, g.rows, 0, 1.0), None),
@@ -77,18 +97,21 @@ def test_what_a_function_makes(call: Callable[[Given], tuple[Any, ...]], wanted:
 
 
 @pytest.mark.parametrize(
-    ("view", "wanted"),
+    ("kind", "has_gradient", "wanted"),
     [
-        (lambda x: x.unsqueeze(0), ShardType(((1, "one way", 4),))),
-        (lambda x: x.expand(2, 4, 6), ShardType(((1, "one way", 4),))),
-        (lambda x: x.view(24), None),
-        (lambda x: x.view(6, 4), None),
+        ("R", True, ShardType(((1, "one way", 4),))),
+        ("R", False, ShardType(((1, "one way", 4),))),
+        ("I", False, ShardType(((1, "one way", 4),))),
+        ("I", True, None),  # its gradient would be a share on each rank, and nothing adds them up
+        (ANY, False, None),
     ],
 )
-def test_what_a_view_is_a_part_of(view: Callable[[Tensor], Tensor], wanted: Type | None) -> None:
+def test_a_product_with_what_every_rank_has(kind: Type, has_gradient: bool, wanted: Type | None) -> None:
     given = Given()
-    call = Call(Tensor.view, "view", [[given.rows]], {})
-    assert given.types.of_view(call, view(given.rows)) == wanted
+    given.types.put(given.unknown, kind)
+    given.unknown.requires_grad_(has_gradient)
+    assert given.made_by(F.linear, given.unknown, given.rows) == wanted
+    assert given.made_by(F.linear, given.unknown, given.columns) is None  # a share of a sum
 
 
 def test_what_is_written_is_what_all_tensors_of_its_memory_are() -> None:
@@ -108,3 +131,56 @@ def test_a_tensor_that_has_the_number_of_one_that_is_gone_is_not_taken_for_it() 
         tensor = torch.empty(3)
         assert types.of(tensor) == ANY
         types.put(tensor, ROWS)
+
+
+CALLS: dict[str, tuple[Any, Callable[[Tensor], tuple[Any, ...]], int]] = {
+    "sum": (Tensor.sum, lambda x: (x,), 0),
+    "sum of rows": (Tensor.sum, lambda x: (x, 1), 1),
+    "sum of columns": (Tensor.sum, lambda x: (x, 0), 1),
+    "norms": (Tensor.norm, lambda x: (x, 2, 0, True), 1),
+    "largest": (Tensor.amax, lambda x: (x, 1), 1),
+    "mean": (torch.mean, lambda x: (x, 0), 1),
+    "variance": (torch.var, lambda x: (x, 1), 1),
+    "softmax": (Tensor.softmax, lambda x: (x, 1), 1),
+    "cumulated": (Tensor.cumsum, lambda x: (x, 0), 1),
+    "cumulated logarithms": (Tensor.logcumsumexp, lambda x: (x, 1), 1),
+    "transposed": (Tensor.t, lambda x: (x,), 2),
+    "attribute": (Tensor.T.__get__, lambda x: (x,), 2),  # type: ignore[attr-defined]
+    "flipped": (torch.flip, lambda x: (x, (0,)), 1),
+    "rolled": (torch.roll, lambda x: (x, 1, 1), 1),
+    "repeated": (Tensor.repeat, lambda x: (x, 2, 1), 1),
+    "interleaved": (torch.repeat_interleave, lambda x: (x, 2, 1), 1),
+    "above the diagonal": (torch.triu, lambda x: (x,), 0),
+    "the diagonal": (torch.diagonal, lambda x: (x,), 0),
+    "a row": (Tensor.select, lambda x: (x, 0, 1), 1),
+    "some columns": (Tensor.narrow, lambda x: (x, 1, 1, 2), 1),
+    "by index": (Tensor.__getitem__, lambda x: (x, (slice(None), [2, 0])), 1),
+    "stacked": (torch.stack, lambda x: ([x, 2 * x],), 2),
+    "joined": (torch.cat, lambda x: ([x, 2 * x], 1), 1),
+    "with itself": (torch.mm, lambda x: (x, x.t()), 0),
+    "Gram": (torch.einsum, lambda x: ("ij,kj->ik", x, x), 0),
+    "row by row": (torch.einsum, lambda x: ("ij,ij->i", x, x), 1),
+    "more dims": (Tensor.unsqueeze, lambda x: (x, 1), 2),
+    "normed": (torch.layer_norm, lambda x: (x, (x.shape[1],)), 1),
+    "distances": (torch.cdist, lambda x: (x, x), 0),
+    "similarity": (torch.cosine_similarity, lambda x: (x, x + 1, 1), 1),
+    "as one": (Tensor.flatten, lambda x: (x,), 0),
+}
+"""Functions, what they are given of a matrix, and along how many of its dims they may be cut."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_records_say_of_what_whole_a_result_is_a_part(name: str) -> None:
+    func, given, wanted = CALLS[name]
+    whole = torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
+    found = 0
+    for dim, rows in ((0, [3, 0, 4]), (1, [1, 6, 2])):  # any elements, in any order
+        args = given(whole.index_select(dim, torch.tensor(rows)))
+        cut = {id(leaf): dim for leaf in tensors_in(args)}
+        if name == "with itself":
+            cut[id(args[1])] = 1 - dim
+        of_result = cut_dim(func, args, {}, cut, ())
+        if of_result is not None:
+            found += 1
+            torch.testing.assert_close(func(*args), func(*given(whole)).index_select(of_result, torch.tensor(rows)))
+    assert found == wanted
