@@ -277,9 +277,10 @@ def ranks(directory: str, lines: str) -> dict[str, Any]:
     for name, callback in {
         "swa": callbacks.StochasticWeightAveraging(0.1),
         "ema": callbacks.EMAWeightAveraging(),
-        "elsewhere": EMAWeightAveraging(device="meta"),
     }.items():
-        seen[name] = error_of(make_trainer(2, callbacks=[callback]).fit, task, batches())
+        seen[name] = error_of(make_trainer(2, callbacks=[callback]).fit, Logged(), batches())
+    elsewhere = make_trainer(2, callbacks=[EMAWeightAveraging(device="meta")])
+    seen["elsewhere"] = error_of(elsewhere.fit, task, batches())
     copies = make_trainer(2, strategy=AutoTPStrategy(data_parallel_size=2), sync_batchnorm=True)
     seen["synced"] = error_of(copies.fit, Logged(), batches())
     return seen
