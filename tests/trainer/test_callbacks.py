@@ -131,15 +131,14 @@ class OnceAnEpoch(WeightAveraging):
         return epoch_idx is not None
 
 
-def flags(devices: int, folder: Path) -> dict[str, Any]:
+def flags(devices: int, folder: Path, task: Logged) -> dict[str, Any]:
     """Steps that were made, by flag, one after the other with one model."""
-    seen, task = {}, Logged()
+    seen = {}
     for name, options in {
         "fast": {"fast_dev_run": 2},
         "limited": {"limit_train_batches": 3, "limit_val_batches": 1, "max_epochs": 1},
-        "share": {"limit_train_batches": 0.5, "max_epochs": 1},
+        "share": {"limit_train_batches": 0.5, "max_epochs": 1, "profiler": "pytorch"},
         "overfit": {"overfit_batches": 1, "max_epochs": 3},
-        "profiled": {"profiler": "pytorch", "max_steps": 1},
         "every second": {"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1},
     }.items():
         L.seed_everything(3, verbose=False)
@@ -153,10 +152,9 @@ def flags(devices: int, folder: Path) -> dict[str, Any]:
     return seen
 
 
-def tuned(devices: int, folder: Path) -> dict[str, Any]:
-    """What the tuner finds."""
+def tuned(devices: int, folder: Path, task: Logged) -> dict[str, Any]:
+    """What the tuner finds; the model is afterwards as it was."""
     L.seed_everything(3, verbose=False)
-    task = Logged()
     tuner = Tuner(make_trainer(devices, max_epochs=1, default_root_dir=folder))
     found = tuner.lr_find(task, min_lr=1e-3, max_lr=1.0, num_training=12, early_stop_threshold=None, update_attr=False)
     seen = {"lr": found.results["lr"], "loss": found.results["loss"]}
@@ -165,9 +163,15 @@ def tuned(devices: int, folder: Path) -> dict[str, Any]:
     return seen
 
 
-def summaries(devices: int) -> dict[str, str]:
+def tuned_first(devices: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """What the tuner finds for a new model, with which the runs by flag begin then."""
+    task = Logged()
+    return {"tuned": tuned(devices, folder, task), "flags": flags(devices, folder, task)}
+
+
+def summaries(devices: int, task: Logged) -> dict[str, str]:
     """What is printed."""
-    seen, task = {}, Logged()
+    seen = {}
     for name, summary in (("rich", callbacks.RichModelSummary(2)), ("plain", callbacks.ModelSummary(2))):
         printed = io.StringIO()
         with redirect_stdout(printed):
@@ -263,19 +267,20 @@ def configured(devices: int, folder: Path) -> dict[str, Any]:
 def ranks(directory: str, lines: str) -> dict[str, Any]:
     folder = Path(directory)
     seen: dict[str, Any] = {"watched": watched(2, folder), **averaged(2, folder)}
-    seen |= {"flags": flags(2, folder), "tuned": tuned(2, folder), "summaries": summaries(2)}
+    task = Logged()
+    seen |= {**tuned_first(2, folder), "summaries": summaries(2, task)}
     seen["configured"] = configured(2, folder)
     seen["pasted"] = pasted(lines, folder)
-    task = Logged()
     once = make_trainer(2, callbacks=[OnceAnEpoch()])
     once.fit(task, batches())
     seen["once an epoch"] = whole(task, 2)
     for name, callback in {
         "swa": callbacks.StochasticWeightAveraging(0.1),
         "ema": callbacks.EMAWeightAveraging(),
-        "elsewhere": EMAWeightAveraging(device="meta"),
     }.items():
         seen[name] = error_of(make_trainer(2, callbacks=[callback]).fit, Logged(), batches())
+    elsewhere = make_trainer(2, callbacks=[EMAWeightAveraging(device="meta")])
+    seen["elsewhere"] = error_of(elsewhere.fit, task, batches())
     copies = make_trainer(2, strategy=AutoTPStrategy(data_parallel_size=2), sync_batchnorm=True)
     seen["synced"] = error_of(copies.fit, Logged(), batches())
     return seen
@@ -289,6 +294,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     return run_trainer_ranks(ranks, 2, str(folder), yaml_lines(recommendation(), recommended()))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One process's tuner, and its runs by flag."""
+    return tuned_first(1, tmp_path_factory.mktemp("alone"))
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -338,8 +349,8 @@ def test_averages_are_those_of_one_process(two: list[dict[str, Any]], folder: Pa
     )
 
 
-def test_flags_of_the_trainer(two: list[dict[str, Any]], tmp_path: Path) -> None:
-    wanted = flags(1, tmp_path)
+def test_flags_of_the_trainer(two: list[dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
+    wanted = alone["flags"]
     for seen in two:
         found = seen["flags"]
         assert found.pop("tested")[0] == pytest.approx(wanted["tested"][0], rel=1e-5)
@@ -350,8 +361,8 @@ def test_flags_of_the_trainer(two: list[dict[str, Any]], tmp_path: Path) -> None
     assert [len(wanted[name]["losses"]) for name in ("fast", "limited", "share", "overfit")] == [2, 3, 2, 3]
 
 
-def test_the_tuner_finds_the_same(two: list[dict[str, Any]], tmp_path: Path) -> None:
-    wanted = tuned(1, tmp_path)
+def test_the_tuner_finds_the_same(two: list[dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
+    wanted = alone["tuned"]
     for seen in two:
         assert seen["tuned"]["lr"] == pytest.approx(wanted["lr"])
         assert seen["tuned"]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)

@@ -18,8 +18,9 @@ from lightning_autotp import AutoTPStrategy, full_state_dict
 
 STEPS = 2
 CASES = ("blocks", "inductor", "whole", "late", "changed calls", "sequence parallel")
-REPEATS = ("inductor", "late")
-"""For nightly tests: the same graphs, compiled by another backend or later."""
+REPEATS = ("inductor", "late", "changed calls")
+"""For nightly tests: the same graphs, compiled by another backend or later. Blocks with layouts that change at calls
+are compiled in ``tests/ranks/test_compile_blocks.py`` every day."""
 
 
 def config(case: str) -> Any:

@@ -81,9 +81,10 @@ def train_and_save(root: str) -> str:
 
 def large_checkpoint(rank: int, world_size: int, root: str) -> tuple[int, int, int]:
     """Memory to export a checkpoint of 270 MB whose largest tensor has 64 MB."""
-    model = LlamaForCausalLM(tiny_config_of(8192))
-    state = {f"model.{name}": value for name, value in model.state_dict().items()}
-    moments = {"state": {0: {"exp_avg": torch.randn(8192, 4096)}}, "param_groups": []}
+    with torch.device("meta"):  # which numbers are in it does not matter, and to draw them takes long
+        model = LlamaForCausalLM(tiny_config_of(8192))
+    state = {f"model.{name}": torch.ones_like(value, device="cpu") for name, value in model.state_dict().items()}
+    moments = {"state": {0: {"exp_avg": torch.ones(8192, 4096)}}, "param_groups": []}
     checkpoint = {"state_dict": state, "optimizer_states": [moments], from_model.ENTRY: describe_models(Holder(model))}
     torch.save(checkpoint, Path(root) / "large.ckpt")
     sizes = [value.nbytes for value in model.parameters()]

@@ -205,7 +205,6 @@ def plans() -> dict[str, str]:
         return str(task.model.autotp.plan.priced_for)
 
     return {
-        "given": fit(loader, None),
         "hook": fit(None, loader),
         "hook that talks": fit(None, talks_to_others),
         "said": fit(loader, None, tokens_per_step=2048),
@@ -213,10 +212,11 @@ def plans() -> dict[str, str]:
     }
 
 
-def test_the_strategy_prices_for_the_first_batch() -> None:
-    first, second = run_trainer_ranks(plans, 2)
+def test_the_strategy_prices_for_the_first_batch(two: list[dict[str, Any]]) -> None:
+    first, second = (seen["plans"] for seen in two)
     assert first == second
-    assert first["given"] == "3 x 12 tokens (as the first batch of the training data)"
+    ((_, _, given),) = two[0]["trained"]["by position"][1]
+    assert given == "3 x 12 tokens (as the first batch of the training data)"
     assert first["hook"] == "3 x 12 tokens (as the first batch of the training data)"
     assert first["hook that talks"].startswith(
         "4 x 4096 tokens (nominal: train_dataloader(), called ahead of time, raised"
@@ -395,8 +395,11 @@ def test_why_a_model_is_not_called() -> None:
         assert why in found.why
 
 
-def trained(name: str, ranks: int) -> tuple[list[float], list[tuple[str, int]], int]:
-    """The losses of two steps; where each model's traced call is from, and how many kinds of calls were proved."""
+def trained(name: str, ranks: int) -> tuple[list[float], list[tuple[str, int, str]], int]:
+    """The losses of two steps, and their number.
+
+    For each model: where its traced call is from, how many kinds of calls were proved, and what its plan is priced for.
+    """
     make, step, data, _ = STEPS[name]
     if data == "pictures":
         items: Any = [(torch.full((3, 4, 4), float(i)), i) for i in range(10)]
@@ -409,23 +412,28 @@ def trained(name: str, ranks: int) -> tuple[list[float], list[tuple[str, int]], 
         enable_progress_bar=False, enable_model_summary=False, strategy=AutoTPStrategy(ranks) if ranks > 1 else "auto",
     )  # fmt: skip
     trainer.fit(task, loader)
-    models = [model for model in task.children() if is_parallel(model)]
-    proved = [(model.autotp.plan.traced_with, len(model.autotp.guard.calls.ways)) for model in models]
+    states = [model.autotp for model in task.children() if is_parallel(model)]
+    proved = [(s.plan.traced_with, len(s.guard.calls.ways), str(s.plan.priced_for)) for s in states]
     return task.losses, proved, task.steps
 
 
-def all_trained() -> dict[str, Any]:
-    return {name: trained(name, 2) for name in STEPS}
+def two_ranks() -> dict[str, Any]:
+    return {"plans": plans(), "trained": {name: trained(name, 2) for name in STEPS}}
 
 
-def test_the_call_of_the_first_step_is_the_planned_one() -> None:
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_trainer_ranks(two_ranks, 2)
+
+
+def test_the_call_of_the_first_step_is_the_planned_one(two: list[dict[str, Any]]) -> None:
     """So the first step proves no other kind of call, and nothing of the look ahead remains."""
-    first, second = run_trainer_ranks(all_trained, 2)
+    first, second = (seen["trained"] for seen in two)
     assert first == second
     for name, (_, _, _, source) in STEPS.items():
         losses, proved, steps = first[name]
         assert losses == pytest.approx(trained(name, 1)[0], rel=1e-5), name
         assert steps == 2, name
         kinds = {"distilled": [1, 2], "penalized": [1, 1, 1], "talks first": [2]}.get(name, [1])
-        assert [kinds for _, kinds in proved] == kinds, name
-        assert all(source in said for said, _ in proved), (name, proved)
+        assert [kinds for _, kinds, _ in proved] == kinds, name
+        assert all(source in said for said, _, _ in proved), (name, proved)

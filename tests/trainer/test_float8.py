@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from selected import nightly
 from tiny import meta_model, tiny_config, tiny_model, token_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -65,7 +66,9 @@ def products(layer: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, Tensor]
     return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}  # type: ignore[dict-item]
 
 
-def layers(rank: int, size: int) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def layers(
+    rank: int, size: int, also_compiled: Sequence[str]
+) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Of each kind of layer and recipe, what it computes here, put together, and what a layer of torchao does."""
     group = TPGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(3)
@@ -112,9 +115,8 @@ def layers(rank: int, size: int) -> dict[str, tuple[dict[str, Tensor], dict[str,
             f"{recipe}, tokens": (sharded, wanted),
             f"{recipe}, all tokens on one rank": (alone, wanted),
             f"{recipe}, scales of parts": ({"y": part}, wanted),
-            f"{recipe}, compiled": compiled(recipe, x, group),
         }
-    return found
+    return found | {f"{recipe}, compiled": compiled(recipe, x, group) for recipe in also_compiled}
 
 
 def compiled(recipe: str, x: Tensor, group: TPGroup) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -145,9 +147,12 @@ def gathered(part: Tensor, dim: int) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def test_layers_round_as_in_one_process() -> None:
+@pytest.mark.parametrize(
+    "also_compiled", nightly([("tensorwise", "rowwise"), ("rowwise_with_gw_hp",)], [("rowwise_with_gw_hp",)])
+)
+def test_layers_round_as_in_one_process(also_compiled: Sequence[str]) -> None:
     """A wrong scale would show: with those of parts the numbers are others."""
-    for seen in run_ranks(layers, 2):
+    for seen in run_ranks(layers, 2, also_compiled):
         for case, (found, wanted) in seen.items():
             if case.endswith("scales of parts"):
                 assert (found["y"] - wanted["y"]).abs().max() > 1e-3 * wanted["y"].abs().max(), case
