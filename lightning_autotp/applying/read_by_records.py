@@ -18,15 +18,15 @@ from torch.nn import functional as F
 from lightning_autotp.capture.capture import CaptureError, capture
 from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.capture.nested import map_leaves, tensors_in
-from lightning_autotp.layouts.dims import Axis, Dim, leaves
-from lightning_autotp.operators import relate
+from lightning_autotp.layouts.dims import Axis, leaves
+from lightning_autotp.operators import Dims, relate
 from lightning_autotp.operators.graph import Graph
 from lightning_autotp.private.torch_private import without_modes
 
 _COMPILED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 """Functions without code of Python's, which might compute with the size that a dim has here."""
-_WRITTEN = frozenset((Tensor.norm, torch.norm, torch.einsum, F.embedding))
-"""Functions whose code does not."""
+_IN_PYTHON = frozenset((Tensor.norm, torch.norm, torch.einsum, F.embedding))
+"""Functions with such code, which does not."""
 
 
 class _Operand:
@@ -93,7 +93,7 @@ def cut_dim(
         cut: by the ``id`` of each part, the dim along which it is cut; all of them in the same way.
         free: the ``id`` of other tensors, which may have any numbers along that dim.
     """
-    if not (isinstance(func, _COMPILED) or func in _WRITTEN):
+    if not (isinstance(func, _COMPILED) or func in _IN_PYTHON):
         return None
     with without_modes(), relaxed_gc(), torch.enable_grad():
         call = _OneCall(func, args, kwargs)
@@ -119,31 +119,32 @@ def _read(graph: Graph, cut: Mapping[int, int | None], free: Collection[int]) ->
         free: the operands that may have any numbers along that dim.
     """
     relations, axes = relate(graph)
-    dims = {
-        tensor: tuple(map(axes.resolve, found))
-        for relation in reversed(relations)
-        for tensor, found in (relation.inputs | relation.outputs).items()
-    }
-    along = {dims[at][dim] for at, dim in cut.items() if dim is not None and at in dims}
+
+    def resolved(of: Mapping[int, Dims]) -> dict[int, Dims]:
+        return {tensor: tuple(map(axes.resolve, dims)) for tensor, dims in of.items()}
+
+    given = {tensor: dims for relation in reversed(relations) for tensor, dims in resolved(relation.inputs).items()}
+    along = {given[at][dim] for at, dim in cut.items() if dim is not None and at in given}
     axis = along.pop() if len(along) == 1 else None
     if not isinstance(axis, Axis):  # else it is made of pieces, whose places in the whole are others, or of one element
         return None
 
-    def has_it(found: Collection[Dim]) -> bool:
-        return any(axis in leaves(dim) for dim in found)
+    def places(dims: Dims) -> list[int]:
+        return [at for at, dim in enumerate(dims) if axis in leaves(dim)]
 
-    if any(dim is None and at not in free and has_it(dims.get(at, ())) for at, dim in cut.items()):
-        return None
-    places: dict[int, list[int]] = {}
+    for at, dim in cut.items():
+        if at in given and at not in free and places(given[at]) != ([] if dim is None else [dim]):
+            return None
     for relation in relations:
-        read = [dims[tensor] for tensor in relation.inputs]
-        if any(map(has_it, read)):
-            needed = [axes.resolve(dim) for dim in (*relation.whole, *relation.contracted)]
-            if relation.draws or has_it(needed):
-                return None
-            for tensor in relation.outputs:
-                places[tensor] = [at for at, dim in enumerate(dims[tensor]) if dim == axis]
-                if len(places[tensor]) != 1 or sum(has_it([dim]) for dim in dims[tensor]) != 1:
-                    return None
-    found = {tuple(places.get(tensor, ())) for tensor in graph.outputs}
+        read = resolved(relation.inputs)
+        if not any(map(places, read.values())):
+            continue
+        is_counted = any(graph.tensors[tensor].is_static and places(dims) for tensor, dims in read.items())
+        needed = tuple(axes.resolve(dim) for dim in (*relation.whole, *relation.contracted))
+        if is_counted or relation.draws or places(needed):
+            return None
+        if any([dims[at] for at in places(dims)] != [axis] for dims in resolved(relation.outputs).values()):
+            return None
+    made = {tensor: dims for relation in relations for tensor, dims in resolved(relation.outputs).items()}
+    found = {tuple(places(made[tensor])) if tensor in made else () for tensor in graph.outputs}
     return next(iter(found))[0] if len(found) == 1 and all(found) else None

@@ -184,3 +184,11 @@ def test_records_say_of_what_whole_a_result_is_a_part(name: str) -> None:
             found += 1
             torch.testing.assert_close(func(*args), func(*given(whole)).index_select(of_result, torch.tensor(rows)))
     assert found == wanted
+
+
+@pytest.mark.parametrize("func", [torch.mm, torch.matmul, torch.kron])
+def test_both_dims_of_a_square_part_may_be_one(func: Any) -> None:
+    square = torch.rand(3, 3)
+    assert cut_dim(func, (square, square), {}, {id(square): 0}, ()) is None
+    assert cut_dim(torch.trace, (square,), {}, {id(square): 0}, ()) is None
+    assert cut_dim(torch.add, (square, square), {}, {id(square): 0}, ()) == 0
