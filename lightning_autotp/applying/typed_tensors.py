@@ -157,10 +157,10 @@ class TensorTypes:
             return self._of_wholes(call, kinds)
         if not all(isinstance(part, ShardType) for part in parts):
             return None
-        if call.is_elementwise:
+        is_known = call.is_elementwise and kinds <= parts | self._beside | MADE
+        if is_known and not self.is_by_place(call, STATIC, OWN):
             aligned = self._aligned(call)
-            is_known = kinds <= parts | self._beside | MADE and not self.is_by_place(call, STATIC, OWN)
-            return aligned.pop() if len(aligned) == 1 and is_known else None
+            return aligned.pop() if len(aligned) == 1 else None
         return self._by_records(call)
 
     def _aligned(self, call: Call) -> set[ShardType]:

@@ -112,6 +112,11 @@ def test_a_product_with_what_every_rank_has(kind: Type, has_gradient: bool, want
     given.unknown.requires_grad_(has_gradient)
     assert given.made_by(F.linear, given.unknown, given.rows) == wanted
     assert given.made_by(F.linear, given.unknown, given.columns) is None  # a share of a sum
+    row = given.unknown[0]
+    if kind != ANY:  # of which nothing is known
+        given.types.put(row, kind)
+        assert given.made_by(torch.mul, given.rows, row) == (ROWS if wanted else None)
+        assert given.made_by(torch.mul, given.columns, row) is None  # a whole one that is as long as the part
 
 
 def test_what_is_written_is_what_all_tensors_of_its_memory_are() -> None:
