@@ -15,7 +15,7 @@ import sys
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -319,12 +319,14 @@ def _capture(
     if there is None or seeming.type != there.type:
         seeming = torch.device("cpu")  # autograd ends the process for tensors of a device that it was not built for
     real: dict[int, Tensor] = {}
+    stand_ins: list[Tensor] = []  # alive as long as their ids are in a table: code may put others in their places
 
     def stand_in(value: Tensor) -> Tensor:
         """A fake tensor in the place of an input, a buffer or a parameter."""
         made = fake_like(value, fake, seeming)
         if isinstance(value, nn.Parameter):
             return made
+        stand_ins.append(made)
         known = value_of(value)
         real[id(made)] = torch.zeros(value.shape, dtype=value.dtype) if known is None else known.cpu()
         return made
@@ -460,7 +462,7 @@ def _run(
             context.enter_context(mode)
         for layer in (fake, tracer, tracer.calls):
             context.enter_context(layer)
-        before = {id(tensor) for *_, tensor in _tensors_of_modules(traced)}
+        before = {id(tensor): tensor for *_, tensor in _tensors_of_modules(traced)}
         layers.put_on()
         result: list[Any] = []
         try:
@@ -518,12 +520,12 @@ def _tensors_of_modules(model: nn.Module) -> Iterator[tuple[str, str, bool, Tens
                     yield path, name, holder is not vars(module), value
 
 
-def _note_kept(traced: nn.Module, before: Collection[int], tracer: Tracer) -> None:
+def _note_kept(traced: nn.Module, before: Mapping[int, Tensor], tracer: Tracer) -> None:
     """Note the tensors that modules have as attributes since the forward: code outside may read them.
 
     Args:
         traced: the model that ran.
-        before: the ``id`` of every tensor that its modules had before; all of these are alive.
+        before: every tensor that its modules had before, by its ``id``, which no other one has while it is here.
         tracer: what it ran under.
     """
     for path, name, is_buffer, tensor in _tensors_of_modules(traced):

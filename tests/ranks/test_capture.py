@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from distributed import run_ranks
 from lightning import seed_everything
 from tiny import Decoder, decoder_batch, meta_model, tiny_config, tiny_model
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSequenceClassification
 
@@ -33,7 +35,7 @@ from lightning_autotp.capture.kept_outside import KeptOutside
 from lightning_autotp.capture.synthetic_draws import HIGH, LOW
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.layouts.types import Shard
-from lightning_autotp.operators.graph import OPAQUE
+from lightning_autotp.operators.graph import KEPT, OPAQUE
 from lightning_autotp.parameters.state import parallel_state
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving import local_sizes as localize
@@ -880,6 +882,33 @@ def test_meta_copy_copies_as_deepcopy_does() -> None:
         kept.append([holder.keys() for holder in held])
     assert kept[0] == kept[1]
     assert kept[0][0] < vars(model).keys()
+
+
+def test_a_tensor_that_code_replaces_is_alive_until_the_trace_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one would have its number, and be taken for it."""
+    found: list[weakref.ref[Tensor]] = []
+    note = capturing._note_kept
+
+    def looked_at(traced: nn.Module, before: Any, tracer: Any) -> None:
+        assert None not in [reference() for reference in found]
+        note(traced, before, tracer)
+
+    def fake_like(*args: Any) -> Tensor:
+        made = make(*args)
+        if made.numel():  # of others only the attributes are asked for
+            found.append(weakref.ref(made))
+        return made
+
+    make = capturing.fake_like
+    monkeypatch.setattr(capturing, "_note_kept", looked_at)
+    monkeypatch.setattr(capturing, "fake_like", fake_like)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    prune.l1_unstructured(model[2], "bias", 0.5)
+    graph = capture(model, torch.ones(3, 4))
+    kept = {(operator.module, operator.argument("name")) for operator in graph.operators if operator.name == KEPT}
+    assert kept == {("0", "weight"), ("2", "bias")}
+    assert len(found) > 6
 
 
 def test_meta_copy_copies_no_values() -> None:
