@@ -531,8 +531,7 @@ class _DecidedRun(_Run):
             and call.tensors
             and all(group <= {UNSEEN} for group in given)
             and not any(type(leaf) is int and leaf > 1 for leaf in call.leaves)
-            and call.written is None
-            and "out" not in call.kwargs
+            and not call.is_writing
         ):
             return Outcome((UNSEEN,), ())
         return None

@@ -81,6 +81,11 @@ class Call:
         return leaves[0] if writes(self.name) and leaves and isinstance(leaves[0], Tensor) else None
 
     @property
+    def is_writing(self) -> bool:
+        """Whether it writes a tensor that it is given."""
+        return self.written is not None or "out" in self.kwargs
+
+    @property
     def is_elementwise(self) -> bool:
         """Whether its result at an index depends on its arguments there."""
         if self.func is Tensor.__setitem__:
@@ -179,13 +184,14 @@ class TensorTypes:
         types = {id(tensor): (tensor, self.of(tensor)) for tensor in call.tensors}
         cut = {one: kind for one, (_, kind) in types.items() if isinstance(kind, ShardType)}
         beside = [(tensor, kind) for tensor, kind in types.values() if id(tensor) not in cut]
-        is_one_way = len({(kind.dims[0][1:], len(kind.dims)) for kind in cut.values()}) == 1
-        if call.written is not None or "out" in call.kwargs or not is_one_way or not self._may_stand_beside(beside):
+        part = next(iter(cut.values()))
+        how = part.dims[0][1:]
+        is_one_way = all(len(kind.dims) == 1 and kind.dims[0][1:] == how for kind in cut.values())
+        if call.is_writing or not is_one_way or not self._may_stand_beside(beside):
             return None
         free = {id(tensor) for tensor, kind in beside if kind in self._beside or kind in (ZEROS, UNIFORM_TYPE)}
-        (_, how, length), *more = next(iter(cut.values())).dims
         dim = cut_dim(call.func, call.args, call.kwargs, {one: kind.dims[0][0] for one, kind in cut.items()}, free)
-        return None if dim is None or more else replace(next(iter(cut.values())), dims=((dim, how, length),))
+        return None if dim is None else replace(part, dims=((dim, *how),))
 
     def _may_stand_beside(self, tensors: Sequence[tuple[Tensor, Type]]) -> bool:
         has_gradient = torch.is_grad_enabled()

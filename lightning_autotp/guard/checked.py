@@ -218,29 +218,24 @@ class checked(TorchFunctionMode):
         is_by_place = any(self._types.is_by_place(one, STATIC, OWN, parts=gradients) for one in calls)
         if is_by_place and self._is_users(func):
             raise self._refusal(name, of or gradients[0][1].of, _BY_PLACE_TOO, _WHOLE_SHAPE)
-        if of is None and summed is None:
-            return self._noted(calls, func(*args, **kwargs))
-        if not self._is_users(func):
-            return func(*args, **kwargs)
-        is_used = torch.is_grad_enabled() and name not in ("detach", "__set__")
-        if summed is not None and summed.requires_grad and is_used:
-            raise self._refusal(name, self._summed[summed], _SUMMED)
-        if of is None:
-            return func(*args, **kwargs)
+        if of is not None or summed is not None:
+            if not self._is_users(func):
+                return func(*args, **kwargs)
+            is_used = torch.is_grad_enabled() and name not in ("detach", "__set__")
+            if summed is not None and summed.requires_grad and is_used:
+                raise self._refusal(name, self._summed[summed], _SUMMED)
+            if of is None:
+                return func(*args, **kwargs)
         made = [self._types.made_by(one) for one in calls]
-        if None in made and not (name == "equal" and self._tells_of_wholes(tensors)):
+        if of is not None and None in made and not (name == "equal" and self._tells_of_wholes(tensors)):
             raise self._refusal(name, of, _PART)
         result = func(*args, **kwargs)
         if call.written is not None:
             note_written(leaf for leaf in call.groups[0] if self._part(leaf) is not None)
-        if isinstance(result, tuple) and func not in LIST_UPDATES:  # such as the mantissas and exponents of elements
+        # A tuple: such as the mantissas and exponents of elements.
+        if of is not None and isinstance(result, tuple) and func not in LIST_UPDATES:
             raise self._refusal(name, of, _PART)
         self._note(calls, made, result)
-        return result
-
-    def _noted(self, calls: Sequence[Call], result: Any) -> Any:
-        """The result of a function of own tensors, of which it is noted whether they have other numbers by place."""
-        self._note(calls, [self._types.made_by(one) for one in calls], result)
         return result
 
     def _note(self, calls: Sequence[Call], made: Sequence[Type | None], result: Any) -> None:

@@ -228,7 +228,7 @@ def layer_alone(model: Any, reference: Any) -> None:
 
 
 def alone(model: Any, reference: Any, family: str) -> None:
-    """Modules called by themselves."""
+    """Modules called on their own, not by the model."""
     losses = []
     for each in (model, reference):
         each.train()

@@ -80,7 +80,7 @@ def copies(directory: str, tensor_ranks: int, clips: list[str]) -> dict[str, Any
     ("tensor_ranks", "clips"),
     [
         (1, ["norm"]),
-        pytest.param(1, ["value"], marks=pytest.mark.nightly),  # which each copy does by itself
+        pytest.param(1, ["value"], marks=pytest.mark.nightly),  # no copy asks another for it
         pytest.param(2, [*CLIPS], marks=pytest.mark.nightly),
     ],
 )
