@@ -17,7 +17,7 @@ from lightning_autotp.operators.graph import Graph
 from lightning_autotp.proving.local_sizes import made_local
 from lightning_autotp.solving.candidates import is_cut_between
 from lightning_autotp.solving.implementations import Implementations
-from lightning_autotp.solving.plan_from_solution import plan_from_solution
+from lightning_autotp.solving.plan_from_solution import changes_of, device_kind
 from lightning_autotp.solving.planned import PlanMismatch, changing_places, module_digests
 from lightning_autotp.solving.solution import Solution
 from lightning_autotp.solving.solver import solve
@@ -44,7 +44,7 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> tup
         raise PlanMismatch(f"the plan was made for another model: {difference}")
     _refuse_cut_blocks(plan, graph)
     solution = _with_local_calls(plan, solve(graph, plan.ranks, implementations, plan=plan))
-    again = _annotated(plan, solution)
+    again = changes_of(solution)
     for what, theirs, ours in (
         ("changes a layout", map(_change, plan.conversions), map(_change, again.conversions)),
         ("runs a parallel implementation", map(_use, plan.implementations), map(_use, again.implementations)),
@@ -54,7 +54,8 @@ def read_plan(plan: Plan, graph: Graph, implementations: Implementations) -> tup
         difference = _first_difference(list(theirs), list(ours))
         if difference:
             raise PlanMismatch(f"where the plan {what}, {difference}")
-    return replace(plan, conversions=again.conversions, device=again.device, traced_on=again.traced_on), solution
+    device = device_kind(graph.device)
+    return replace(plan, conversions=again.conversions, device=device, traced_on=device), solution
 
 
 def read_for_call(
@@ -81,7 +82,7 @@ def read_for_call(
     solved = solve(graph, plan.ranks, implementations, plan=plan, is_other_call=True, fixed=fixed)
     solution = _with_local_calls(plan, solved)
     planned = {_change(change) for change in plan.conversions}
-    needed = _annotated(plan, solution).conversions
+    needed = changes_of(solution).conversions
     # At calls nothing changes that the plan does not change: what code makes for them is local already, or it differs.
     return tuple(change for change in needed if change.call is None and _change(change) not in planned), solution
 
@@ -94,12 +95,6 @@ def _with_local_calls(plan: Plan, solution: Solution) -> Solution:
         if operator.call >= 0 and (graph.calls[operator.call].module, graph.calls[operator.call].site) in made:
             solution = made_local(solution, operator) or solution
     return solution
-
-
-def _annotated(plan: Plan, solution: Solution) -> Plan:
-    return plan_from_solution(
-        solution, plan.model, [(p.names, p.shape, p.itemsize) for p in plan.parameters], plan.sizes
-    )
 
 
 def _refuse_cut_blocks(plan: Plan, graph: Graph) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning_autotp.layouts.buckets import in_buckets
 from lightning_autotp.layouts.places import EVERY, Boundary, CallPoint, CallSite, member
@@ -52,10 +52,9 @@ def plan_from_solution(
         traced_with: where the call that was traced comes from.
         device: what the model is to run on, where that is not what it was traced on.
     """
-    traced_on = _kind_of(solution.graph.device)
+    traced_on = device_kind(solution.graph.device)
     layouts = {name: solution.layouts.get(tensor, Invariant()) for tensor, name in solution.graph.parameters.items()}
-    implementations = _implementations(solution)
-    own = {(use.module, *side) for use in implementations for side in _own_changes(use)}
+    changes = changes_of(solution)
     plan = Plan(
         model=model,
         ranks=solution.ranks,
@@ -63,23 +62,10 @@ def plan_from_solution(
             ParameterPlan(names, shape, itemsize, layouts.get(names[0], Invariant()))
             for names, shape, itemsize in parameters
         ),
-        implementations=implementations,
-        conversions=_of_each_place(
-            [
-                *(
-                    _planned(change, overwritten=change.boundary in solution.graph.overwritten)
-                    for change in solution.conversions
-                    if _place(change) not in own
-                ),
-                *(
-                    _planned(change, updated=tensor in updated(solution.graph.operators[position]))
-                    for (position, tensor), change in solution.slices.items()
-                ),
-                *(_planned(change, view=True) for change in solution.global_views),
-            ]
-        ),
-        draws=tuple(dict.fromkeys(_draw(solution, number) for number in sorted(solution.drawing))),
-        indices=tuple(dict.fromkeys(_indices(solution))),
+        implementations=changes.implementations,
+        conversions=changes.conversions,
+        draws=changes.draws,
+        indices=changes.indices,
         made_local=tuple(dict.fromkeys(_made_local(solution, number) for number in sorted(solution.made_local))),
         opaque=tuple(sorted(solution.graph.opaque)),
         modules=module_digests(solution.graph),
@@ -87,13 +73,47 @@ def plan_from_solution(
         priced_for=f"{solution.step} ({solution.step_source})",
         gap=solution.gap,
         traced_with=traced_with,
-        device=_kind_of(device) or traced_on,
+        device=device_kind(device) or traced_on,
         traced_on=traced_on,
         kept_parts=tuple(_kept_parts(solution)),
         divided_work=solution.divided_work,
         whole_work=solution.whole_work,
     )
     return with_sizes(plan, sizes, solution.graph)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a parallel model does otherwise than the original one; a plan's fields of these names."""
+
+    implementations: tuple[ImplementationPlan, ...]
+    conversions: tuple[ConversionPlan, ...]
+    draws: tuple[DrawPlan, ...]
+    indices: tuple[IndicesPlan, ...]
+
+
+def changes_of(solution: Solution) -> Changes:
+    """What has to be done otherwise for these layouts."""
+    graph, implementations = solution.graph, _implementations(solution)
+    own = {(use.module, *side) for use in implementations for side in _own_changes(use)}
+    conversions = [
+        *(
+            _planned(change, overwritten=change.boundary in graph.overwritten)
+            for change in solution.conversions
+            if _place(change) not in own
+        ),
+        *(
+            _planned(change, updated=tensor in updated(graph.operators[position]))
+            for (position, tensor), change in solution.slices.items()
+        ),
+        *(_planned(change, view=True) for change in solution.global_views),
+    ]
+    return Changes(
+        implementations,
+        _of_each_place(conversions),
+        tuple(dict.fromkeys(_draw(solution, number) for number in sorted(solution.drawing))),
+        tuple(dict.fromkeys(_indices(solution))),
+    )
 
 
 def with_sizes(plan: Plan, sizes: tuple[SizePlan, ...], graph: Graph) -> Plan:
@@ -108,7 +128,7 @@ def with_sizes(plan: Plan, sizes: tuple[SizePlan, ...], graph: Graph) -> Plan:
     return replace(sized, runs=runs_apart(sized, graph))
 
 
-def _kind_of(device: str) -> str:
+def device_kind(device: str) -> str:
     """A device without its number."""
     return device.partition(":")[0]
 

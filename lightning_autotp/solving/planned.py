@@ -138,9 +138,15 @@ class PlanConstraints:
         planned = self.changes.get(place)
         if planned is not None:
             return lambda change: change == planned
-        # Parallel layers change layouts themselves, always alike: a sum that one leaves is taken further on.
-        is_free = self.is_free and isinstance(place, Boundary) and place.module not in self._layers
+        is_free = self.is_free_at(place)
         return lambda change: is_free or change[0] == change[1]
+
+    def is_free_at(self, place: Boundary | CallPoint) -> bool:
+        """Whether a tensor's layout may change at a place in any way where the plan changes none.
+
+        Parallel layers change layouts themselves, always alike: a sum that one leaves is taken further on.
+        """
+        return self.is_free and isinstance(place, Boundary) and place.module not in self._layers
 
     def may_replace(self, module: str) -> bool:
         """Whether a module may be a parallel layer: in another call of the model those that are none stay none."""

@@ -126,23 +126,8 @@ class Tables:
         self.tables: list[Table] = []
         self._works: dict[int, tuple[float, float, float]] = {}
         self._sent: dict[float, list[tuple[Pair, float]]] = {}
-        tensors = graph.tensors
         self.tokens = tokens or TokensPerStep()
         self.sizes = ScaledSizes(graph, self.relations, self.tokens, self.axes.positions)
-        self.bytes = {tensor: self.sizes.bytes(tensor, dims) for tensor, dims in self.dims.items()}
-        # Inside of experts there are boundaries only where these are divided along their features.
-        inside = tuple({f"{call.module}." for call in graph.experts})
-        crossing = [
-            self.bytes.get(op.outputs[0], tensors[op.outputs[0]].bytes)
-            for op in graph.operators
-            if (isinstance(op.boundary, Boundary) and not op.module.startswith(inside))
-            or (isinstance(op.boundary, CallPoint) and not f"{op.module}.".startswith(inside))
-        ]
-        # What stays whole in any case does not say what is large.
-        opaque = {tensor for operator in graph.operators if operator.name == OPAQUE for tensor in operator.inputs}
-        divisible = [tensors[tensor] for tensor in graph.parameters if tensor not in opaque]
-        self.matrix = typical_matrix([(tensor.shape, tensor.bytes) for tensor in divisible])
-        self.hidden = statistics.median(crossing or [1])
         of_parameters = [dim for tensor in graph.parameters for dim in self.dims.get(tensor, ())]
         self.shard_sequence = shard_sequence
         self.growing = self.sizes.growing - {axis.id for dim in of_parameters for axis in leaves(dim)}
@@ -247,8 +232,7 @@ class Tables:
         """Every table, and the kinds that the numbers in it stand for."""
         problem = Elimination()
         domains: dict[int, tuple[Kind, ...]] = {t: (I, R, P, *self.touching[t]) for t in self.dims}
-        is_free = self.planned is None  # else a table also depends on what the plan says there
-        descriptions = Descriptions(self.shardings, self.touching, self._of_axis) if is_free else None
+        descriptions = Descriptions(self.shardings, self.touching, self._of_axis)
         self._add_parameters(problem, domains, descriptions)
         for tensor in self.dims.keys() - self.producer.keys() - self.graph.parameters.keys():
             problem.add((tensor,), {(domains[tensor].index(I),): 0.0})  # an input: what the caller gives is whole
@@ -269,9 +253,7 @@ class Tables:
             tensors = [t for t in dict.fromkeys((*relation.inputs, *relation.outputs)) if t in self.dims]
             scope = tuple(dict.fromkeys([self.first.get(t, t) for t in tensors]))
             repeated = [(t, self.first[t]) for t in tensors if t in self.first]
-            description = None
-            if descriptions is not None and not repeated:
-                description = self._description(relation, descriptions)
+            description = None if repeated else self._description(relation, descriptions)
             known = None if description is None else alike.get(description)
             if known is not None:
                 other, table = known
@@ -293,33 +275,54 @@ class Tables:
         return problem, domains
 
     def _add_parameters(
-        self, problem: Elimination, domains: Mapping[int, tuple[Kind, ...]], descriptions: Descriptions | None
+        self, problem: Elimination, domains: Mapping[int, tuple[Kind, ...]], descriptions: Descriptions
     ) -> None:
         """Add what every parameter may be, and costs: for those of alike layers the same."""
         alike: dict[Hashable, Table] = {}
         for tensor in self.graph.parameters:
             if tensor not in self.dims:
                 continue
-            key = None
-            if descriptions is not None:
-                key = self.graph.tensors[tensor].bytes, descriptions.of_tensor(tensor, self.dims[tensor])
+            if self.planned is not None:
+                problem.add((tensor,), {(domains[tensor].index(self.planned.parameters[tensor]),): 0.0})
+                continue
+            key = self.graph.tensors[tensor].bytes, descriptions.of_tensor(tensor, self.dims[tensor])
             if key in alike:
                 problem.repeat(alike[key], (tensor,))
                 continue
-            costs = dict(self._parameter(tensor))
-            if self.planned is not None:
-                costs = {self.planned.parameters[tensor]: 0.0}
-            problem.add((tensor,), {(domains[tensor].index(kind),): cost for kind, cost in costs.items()})
-            if key is not None:
-                alike[key] = problem.tables[-1]
+            problem.add((tensor,), {(domains[tensor].index(kind),): cost for kind, cost in self._parameter(tensor)})
+            alike[key] = problem.tables[-1]
 
     # -- what tables depend on, besides an operator's dims -----------------------------------------------------------
 
     def _description(self, relation: Relation, descriptions: Descriptions) -> Hashable | None:
-        """What a relation's table depends on; ``None`` if also on where in the model its result goes."""
-        if any(entry.shown for entry in self.implementations.of(relation.operator)):
+        """What a relation's table depends on; ``None`` if also on where in the model it stands, or its result goes."""
+        operator = relation.operator
+        if any(entry.shown for entry in self.implementations.of(operator)):
             return None
-        return descriptions.of(relation, partial(self._of_tensor, relation), self._of_place(relation.operator))
+        planned = self._of_plan(relation) if self.planned is not None else ()
+        if planned is None:
+            return None
+        return descriptions.of(relation, partial(self._of_tensor, relation), (self._of_place(operator), planned))
+
+    def _of_plan(self, relation: Relation) -> Hashable | None:
+        """What the plan that is followed says of an operator; ``None`` if it cuts one of its static operands."""
+        assert self.planned is not None
+        operator, planned = relation.operator, self.planned
+        if operator.boundary is not None:
+            change, tensors = planned.changes.get(operator.boundary), (operator.inputs[0], operator.outputs[0])
+            if change is None:
+                return planned.is_free_at(operator.boundary)
+            return tuple(map(self._kind_in_order, tensors, change))
+        places = {tensor: self.leaves.get((self.position[id(operator)], tensor)) for tensor in relation.inputs}
+        if any(place in planned.slices for place in places.values()):
+            return None
+        made_local = tuple([place is not None and self._is_made_local(tensor) for tensor, place in places.items()])
+        run = self._planned_run(operator)
+        return planned.may_replace(operator.module), planned.sums.get(operator.module), run, made_local
+
+    def _kind_in_order(self, tensor: int, kind: Kind) -> Kind:
+        """A kind, with the number of a candidate as the place it has among those that cut the tensor."""
+        return self.touching[tensor].index(kind) if isinstance(kind, int) else kind
 
     def _of_axis(self, axis: int) -> Hashable:
         return self.sizes.kind(axis), axis in self.growing, axis in self._residual
@@ -398,10 +401,35 @@ class Tables:
         if not self.profile.activation_price or self.planned is not None or tensor not in kept:
             return 0.0
         share = self._largest_share(tensor, kind) if isinstance(kind, int) else 1.0
-        return self.profile.activation(self.bytes[tensor], share, self.ranks)
+        return self.profile.activation(self._bytes(tensor), share, self.ranks)
 
     def _memory(self, size: int, share: float) -> float:
-        return self.profile.memory(size, share, self.matrix, self.hidden, self.ranks)
+        return self.profile.memory(size, share, self._matrix, self._hidden, self.ranks)
+
+    def _bytes(self, tensor: int) -> float:
+        """The bytes of a tensor that depends on a parameter, at the priced step."""
+        return self.sizes.bytes(tensor, self.dims[tensor])
+
+    @cached_property
+    def _matrix(self) -> float:
+        """The bytes of a typical matrix, as one that is cut."""
+        # What stays whole in any case does not say what is large.
+        opaque = {tensor for operator in self.graph.operators if operator.name == OPAQUE for tensor in operator.inputs}
+        divisible = [self.graph.tensors[tensor] for tensor in self.graph.parameters if tensor not in opaque]
+        return typical_matrix([(tensor.shape, tensor.bytes) for tensor in divisible])
+
+    @cached_property
+    def _hidden(self) -> float:
+        """The bytes of a typical tensor that goes from module to module."""
+        # Inside of experts there are boundaries only where these are divided along their features.
+        inside = tuple({f"{call.module}." for call in self.graph.experts})
+        crossing = [
+            self._bytes(op.outputs[0]) if op.outputs[0] in self.dims else self.graph.tensors[op.outputs[0]].bytes
+            for op in self.graph.operators
+            if (isinstance(op.boundary, Boundary) and not op.module.startswith(inside))
+            or (isinstance(op.boundary, CallPoint) and not f"{op.module}.".startswith(inside))
+        ]
+        return statistics.median(crossing or [1])
 
     def _shares(self, layout: Shard) -> list[float]:
         return [
@@ -448,10 +476,9 @@ class Tables:
         sums = use is not None and use.implementation.layer and use.implementation.sums
         if use is not None and sums and use.output != self.planned.sums.get(operator.module):
             return False
-        if operator.call >= 0:
-            call = self.graph.calls[operator.call]
+        if operator.call >= 0 and self._operators_of_calls[operator.call] == 1:
             run = (use.implementation.name, use.output) if use is not None and use.implementation.run else None
-            if run != self.planned.runs.get((call.module, call.site)) and self._operators_of_calls[operator.call] == 1:
+            if run != self._planned_run(operator):
                 return False
         targets = self.static_targets(relation, kinds)
         for tensor in relation.inputs:
@@ -463,6 +490,14 @@ class Tables:
             ):
                 return False
         return True
+
+    def _planned_run(self, operator: Operator) -> tuple[str, Pair | None] | None:
+        """What makes the call of an operator in the plan that is followed, and what that does with its result."""
+        assert self.planned is not None
+        if operator.call < 0:
+            return None
+        call = self.graph.calls[operator.call]
+        return self.planned.runs.get((call.module, call.site))
 
     def _is_made_local(self, tensor: int) -> bool:
         """Whether the model's own code makes a static tensor with local sizes, by the plan that is followed.
@@ -546,7 +581,7 @@ class Tables:
         summing = [entry for entry in self._implementations(relation.operator, kinds) if entry.sums]
         for entry in summing:
             for after in entry.results(self.shard_sequence):
-                sent = entry.sent(after, self.bytes[outputs[0]], self._shapes(relation))
+                sent = entry.sent(after, self._bytes(outputs[0]), self._shapes(relation))
                 extra = sum(self.profile.collective(kind, size, self.ranks) for kind, size in sent)
                 extra += _ELSEWHERE * (after == DEFERRED_SUM)
                 result: Kind = after[1] if after else I
@@ -691,7 +726,7 @@ class Tables:
     def _conversions(self, operator: Operator, source: int, target: int) -> Iterator[tuple[dict[int, Kind], float]]:
         if operator.boundary is None or operator.boundary in self.fixed:
             return
-        for (before, after), cost in self._sending(self.bytes[source]):
+        for (before, after), cost in self._sending(self._bytes(source)):
             if operator.boundary in self.with_constants and not {before, after} <= {"I", "R"}:
                 continue  # the constant would be cut, gathered or summed with what another call gives
             if operator.module not in self.layers:  # a gather launches kernels of its own, unless a layer does it
@@ -705,7 +740,7 @@ class Tables:
                 for right in afters:
                     kept = self._held(target, right) if before == "P" else 0.0
                     if isinstance(left, int) and target in self._kept_in_parts and self._shards_tokens(source, left):
-                        kept += self.profile.collective("all_gather", self.bytes[source], self.ranks)
+                        kept += self.profile.collective("all_gather", self._bytes(source), self.ranks)
                     yield {source: left, target: right}, cost + kept
 
     def _sending(self, size: float) -> list[tuple[Pair, float]]:
