@@ -43,9 +43,7 @@ ON_MEMORY = (
     "All processes keep memory that is freed (`"
     + " ".join(f"{name}={value}" for name, value in KEEP_MEMORY.items())
     + "`), as PyTorch's allocator does on a GPU. By default the C library asks the operating system anew for each"
-    " result of more than 32 MiB, and a processor writes such memory several times as slowly. Not in a prediction is"
-    " Python's own time, nor what products of many small matrices reach: those of 64 by 64 in Qwen3-Next's linear"
-    " attention reach a tenth of what the smallest measured ones do."
+    " result of more than 32 MiB, and a processor writes such memory several times as slowly."
 )
 HEADER = (
     "system",
@@ -67,12 +65,17 @@ class Row:
     Attributes:
         system: its name.
         predicted: what it is to take.
-        measured: median seconds of several.
+        seconds: of each step, in turn with those of the other systems.
     """
 
     system: str
     predicted: StepTime
-    measured: float
+    seconds: Sequence[float]
+
+    @property
+    def measured(self) -> float:
+        """Median seconds."""
+        return statistics.median(self.seconds)
 
     @property
     def off(self) -> float:
@@ -82,7 +85,15 @@ class Row:
 
 def typical(found: Sequence[Machine]) -> Machine:
     """A machine that was measured several times: of each figure the mean."""
-    names = ("peak_bf16", "peak_fp32", "memory_bandwidth", "link_bandwidth", "latency", "all_reduce_passes")
+    names = (
+        "peak_bf16",
+        "peak_fp32",
+        "memory_bandwidth",
+        "operator_overhead",
+        "link_bandwidth",
+        "latency",
+        "all_reduce_passes",
+    )
     mean: dict[str, Any] = {name: statistics.fmean(getattr(machine, name) for machine in found) for name in names}
     for name in ("product_rates_bf16", "product_rates_fp32", "operator_rates_bf16", "operator_rates_fp32"):
         of_each = zip(*[getattr(machine, name) for machine in found], strict=True)
@@ -124,7 +135,7 @@ def rehearsals(name: str, ranks: int) -> dict[str, Rehearsal]:
 
 
 def predicted(
-    rehearsed: Mapping[str, Rehearsal], seconds: Mapping[str, float], machine: Machine, ranks: int
+    rehearsed: Mapping[str, Rehearsal], seconds: Mapping[str, Sequence[float]], machine: Machine, ranks: int
 ) -> list[Row]:
     """Each system's step."""
     return [
@@ -134,11 +145,15 @@ def predicted(
 
 
 def wrong_pairs(rows: Sequence[Row]) -> Iterator[str]:
-    """Which of two systems is not the faster one that is predicted to be, and by how much it is slower."""
+    """Which of two systems is not the faster one that is predicted to be, and by how much it is slower.
+
+    Each step is compared with that of the same round, since the machine's speed changes between rounds.
+    """
     for pair in combinations([row for row in rows if row.system != COMPILED], 2):
         sooner, later = sorted(pair, key=lambda row: row.predicted.total)
-        if sooner.measured > later.measured:
-            yield f"{sooner.system} before {later.system}, which was {sooner.measured / later.measured - 1:.0%} faster"
+        slower = statistics.median(a / b for a, b in zip(sooner.seconds, later.seconds, strict=True)) - 1
+        if slower > 0:
+            yield f"{sooner.system} before {later.system}, which was {slower:.1%} faster"
 
 
 def cells(row: Row, one: Row) -> tuple[str, ...]:
@@ -183,7 +198,8 @@ def to_markdown(
         "",
         f"The machine is not this program's alone (a load of {load:.1f}), and its speed changes from one quarter of an"
         f" hour to the next. So each step is the median of {rounds}, and each figure of the machine the mean of two"
-        " calibrations, before and after the model's steps, which are medians, too.",
+        " calibrations, before and after the model's steps, which are medians, too. Systems are ranked by the median of"
+        " the ratios of their steps of the same rounds.",
         "",
         "| model | products in fp32 | memory | between processes | of an all-reduce | latency |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -208,7 +224,7 @@ def to_markdown(
 
 
 def main(
-    ranks: int = 2, rounds: int = 5, case: list[str] | None = None, page: Path | None = PAGE, tiny: bool = False
+    ranks: int = 2, rounds: int = 9, case: list[str] | None = None, page: Path | None = PAGE, tiny: bool = False
 ) -> None:
     """Predict and measure.
 
@@ -232,7 +248,7 @@ def main(
         loads.append(os.getloadavg()[0])
         after = measure_machine(ranks, "cpu")
         machines[name], before = typical([before, after]), after
-        seconds = {each.system: each.median for each in steps}
+        seconds = {each.system: each.seconds for each in steps}
         found[name] = predicted(rehearsals(name, ranks), seconds, machines[name], ranks)
         table = Table(*HEADER, title=name)
         for row in found[name]:

@@ -79,7 +79,8 @@ class StepTime:
 
     Attributes:
         products: matrix products and attention.
-        others: all other operators of the forward and backward pass, by the bytes that they move.
+        others: all other operators of the forward and backward pass, by the bytes that they move, and what starting
+            operators adds.
         tensor_parallel: collectives between the ranks of a copy.
         copies: what of FSDP2's collectives within a node does not hide behind the rest.
         network: likewise, of those between nodes.
@@ -211,6 +212,9 @@ def step_time(
         for name, of in work.others_by_name.items()
     )
     others = max(moving, work.others.count * LAUNCH)
+    started = len(work.ran) * (machine.operator_overhead or 0.0)
+    # A GPU computes while the next operators are started, and waits where these take longer.
+    others = others + started if machine.device == "cpu" else max(others, started - products)
     within = machine.between(ranks)
     tensor_parallel = sum(
         count * within.collective(kind, size if is_fixed else rows * size, ranks)

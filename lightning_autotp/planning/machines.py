@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import yaml
@@ -16,7 +17,8 @@ from lightning_autotp.solving.cost import Profile
 DIRECTORY = Path(__file__).parent / "machine_files"
 _RATES = {"product_rates_bf16", "product_rates_fp32"}
 _NAMED_RATES = {"operator_rates_bf16", "operator_rates_fp32"}
-_OPTIONAL = {"gpus", "host_memory", "host_memory_bandwidth", "host_link_bandwidth", *_RATES, *_NAMED_RATES}
+_OF_HOST = {"host_memory", "host_memory_bandwidth", "host_link_bandwidth", "operator_overhead"}
+_OPTIONAL = {"gpus", "device", *_OF_HOST, *_RATES, *_NAMED_RATES}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Machine:
         operator_rates_bf16: what some operators reach in bfloat16, by name, where it is not what others do: so many
             bytes a second, and attention so many operations. Empty where it was not measured.
         operator_rates_fp32: likewise in float32.
+        operator_overhead: seconds that Python and PyTorch take for an operator besides what it computes; ``None`` where
+            it was not measured. A GPU computes meanwhile.
+        device: ``cuda`` or ``cpu``.
         gpus: how many there are.
     """
 
@@ -69,6 +74,8 @@ class Machine:
     product_rates_fp32: tuple[tuple[float, float], ...] = ()
     operator_rates_bf16: tuple[tuple[str, float], ...] = ()
     operator_rates_fp32: tuple[tuple[str, float], ...] = ()
+    operator_overhead: float | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
     gpus: int = 0
 
     @classmethod
@@ -86,7 +93,9 @@ class Machine:
         known = {field.name for field in fields(cls)}
         if missing := known - given - _OPTIONAL or given - known:
             raise ValueError(f"the machine {str(file)!r} has other entries than needed: look at {sorted(missing)}")
-        others = {"name", *_RATES, *_NAMED_RATES}
+        if (device := data.get("device", "cuda")) not in ("cuda", "cpu"):
+            raise ValueError(f"the machine {str(file)!r}: device must be cuda or cpu, not {device!r}")
+        others = {"name", "device", *_RATES, *_NAMED_RATES}
         positive = {key: value for key, value in data.items() if key not in others and value is not None}
         wrong = [key for key, value in positive.items() if not _is_positive(value)]
         if wrong:

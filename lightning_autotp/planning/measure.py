@@ -22,10 +22,14 @@ from lightning_autotp.planning.rehearsal import rehearse
 _ROUNDS = 7
 _MEBIBYTES = 2**20
 _LAYERS = 4
+_TINY = 8
+"""Width of what is computed in no time."""
 _STRETCH = 20
 """Products after each other between which a collective is measured."""
 _WIDTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 """Of layers whose products are measured, with twice as many rows."""
+_SIDES = (32, 64)
+"""Of small matrices that are multiplied, many at once."""
 
 
 class _Products(nn.Module):
@@ -39,6 +43,22 @@ class _Products(nn.Module):
         """``[rows, width]`` to one number."""
         made: Tensor = self.layers(x).sum()
         return made
+
+
+class _SmallProducts(nn.Module):
+    """Products of many small square matrices at once, as linear attention and chunked recurrences have them."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, width]`` to one number."""
+        matrices = x.reshape(-1, self.side, self.side)
+        made = matrices
+        for _ in range(_LAYERS):
+            made = made @ matrices
+        return made.sum()
 
 
 def _attention(x: Tensor) -> Tensor:
@@ -92,7 +112,7 @@ def measure(processes: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> 
     Raises:
         ValueError: for fewer than two processes, or more than there are GPUs.
     """
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    kind: Literal["cuda", "cpu"] = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     there = torch.cuda.device_count() if kind == "cuda" else processes
     if not 2 <= processes <= there:
         raise ValueError(
@@ -116,6 +136,7 @@ def measure(processes: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> 
         network_bandwidth=figures["link_bandwidth"],
         network_latency=figures["latency"],
         host_memory=float(psutil.virtual_memory().total),
+        device=kind,
         gpus=processes,
         **figures,
     )
@@ -150,6 +171,7 @@ def _figures(kind: str, ranks: int) -> dict[str, Any]:
         "operator_rates_bf16": _operator_rates(kind, torch.bfloat16, bandwidth),
         "operator_rates_fp32": _operator_rates(kind, torch.float32, bandwidth),
         "memory_bandwidth": bandwidth,
+        "operator_overhead": _operator_overhead(kind),
         **_between(kind, ranks),
         **(_host(kind) if kind == "cuda" else {}),
     }
@@ -158,12 +180,19 @@ def _figures(kind: str, ranks: int) -> dict[str, Any]:
 def _product_rates(kind: str, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
     """What products reach, of rising sizes: operations for each byte that they touch, and operations in a second."""
     rates = []
-    for width in _WIDTHS[kind]:
-        module, x = _made(_Products(width), width, kind, dtype)
+    small = [(_SmallProducts(side), _WIDTHS[kind][-1]) for side in _SIDES]
+    for made, width in (*small, *((_Products(width), width) for width in _WIDTHS[kind])):
+        module, x = _made(made, width, kind, dtype)
         work = _work(module, x)
         touched = sum(moved * count for (*_, moved), count in work.products.items())
         rates.append((work.flops / touched, work.flops / _seconds_of(module, x, kind)))
     return tuple(rates)
+
+
+def _operator_overhead(kind: str) -> float:
+    """Seconds of an operator that has almost nothing to compute, forward and backward, in a model's code."""
+    module, x = _made(_BetweenProducts(_TINY), _TINY, kind, torch.float32)
+    return _seconds_of(module, x, kind) / len(_work(module, x).ran)
 
 
 def _operator_rates(kind: str, dtype: torch.dtype, bandwidth: float) -> tuple[tuple[str, float], ...]:

@@ -62,23 +62,28 @@ def test_steps_predicted_of_a_measured_machine(tmp_path: Path) -> None:
 def test_which_systems_are_ranked_wrong() -> None:
     """What is predicted to be sooner may be later; a machine that was measured twice has the mean of each figure."""
 
-    def row(system: str, predicted: float, measured: float) -> calibrated.Row:
+    def row(system: str, predicted: float, *measured: float) -> calibrated.Row:
         return calibrated.Row(system, StepTime(predicted, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), measured)
 
-    rows = [row("one process", 2.0, 2.1), row("plain", 1.0, 1.0), row("sequence parallel", 1.1, 0.8)]
-    rows.append(row(calibrated.COMPILED, 1.0, 9.0))  # not ranked
-    assert list(calibrated.wrong_pairs(rows)) == ["plain before sequence parallel, which was 25% faster"]
+    # The machine is twice as slow in the second round, and again in the third.
+    rows = [row("one process", 4.0, 2.1, 4.2, 8.4), row("plain", 2.0, 1.0, 2.0, 4.0)]
+    rows.append(row("sequence parallel", 2.2, 0.8, 1.6, 4.4))
+    rows.append(row(calibrated.COMPILED, 2.0, 9.0, 9.0, 9.0))  # not ranked
+    assert list(calibrated.wrong_pairs(rows)) == ["plain before sequence parallel, which was 25.0% faster"]
     near, rank = calibrated.verdict({"a model": rows})
     assert near == "2 of 4 predictions are within 15% of what was measured."
     assert rank.startswith("a model: ranked wrong: plain before ")
     machine = replace(Machine.of("2xH100"), operator_rates_fp32=(("aten.exp", 2e12),))
     slower = {"peak_fp32": machine.peak_fp32 / 2, "link_bandwidth": machine.link_bandwidth / 2}
+    machine = replace(machine, operator_overhead=1e-5)
     busy = replace(machine, latency=2 * machine.latency, operator_rates_fp32=(("aten.exp", 1e12),), **slower)
+    busy = replace(busy, operator_overhead=3e-5)
     typical = calibrated.typical([busy, machine])
+    assert typical.operator_overhead == pytest.approx(2e-5)
     assert typical.latency == pytest.approx(1.5 * machine.latency)
     assert typical.link_bandwidth == pytest.approx(0.75 * machine.link_bandwidth)
     assert typical.operator_rates_fp32 == (("aten.exp", pytest.approx(1.5e12)),)
-    figures = ("latency", "peak_fp32", "link_bandwidth", "operator_rates_fp32")
+    figures = ("latency", "peak_fp32", "link_bandwidth", "operator_rates_fp32", "operator_overhead")
     assert replace(typical, **{name: getattr(machine, name) for name in figures}) == machine
 
 

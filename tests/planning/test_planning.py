@@ -139,11 +139,25 @@ def test_an_operator_reaches_what_was_measured_of_it() -> None:
     assert step_time(rehearsal, measured, 1, in_bf16=False) == step_time(rehearsal, H100, 1, in_bf16=False)
 
 
+def test_starting_operators_takes_time_beside_what_a_gpu_computes() -> None:
+    ran = [Ran("aten.mm", "", 1, 1e13), Ran("aten.add", "", 10**9)]
+    rehearsal = replace(REHEARSAL, work=Work(ran))
+    computed = step_time(rehearsal, H100, 1)
+    products, others = computed.products, computed.others
+    overhead = products  # of each of the two operators
+    bound = step_time(rehearsal, replace(H100, operator_overhead=overhead), 1)
+    assert (bound.products, bound.products + bound.others) == (products, pytest.approx(2 * overhead))
+    assert step_time(rehearsal, replace(H100, operator_overhead=overhead / 100), 1) == computed
+    here = step_time(rehearsal, replace(H100, operator_overhead=overhead, device="cpu"), 1)
+    assert (here.products, here.others) == (products, pytest.approx(others + 2 * overhead))
+
+
 def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     rates: dict[str, Any] = {"operator_rates_bf16": (("aten._softmax", 1e12), ("aten.exp", 2e12))}
     with_rates = replace(H100, product_rates_fp32=((50.0, 1e14), (150.0, 3e14)), **rates)
-    for machine in (H100, with_rates):
+    measured = replace(H100, operator_overhead=1e-5, device="cpu")
+    for machine in (H100, with_rates, measured):
         machine.write(file)
         assert Machine.of(f"3x{file}") == replace(machine, gpus=3)
     for wrong in ("3.0", "[[1.0, 0.0]]", "[[2.0, 1.0], [1.0, 1.0]]", "[[1.0]]"):
@@ -156,6 +170,10 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
         file.write_text(f"{file.read_text()}operator_rates_bf16: {wrong}\n")
         with pytest.raises(ValueError, match="operator_rates_bf16 must give positive numbers by names of operators"):
             Machine.read(file)
+    H100.write(file)
+    file.write_text(file.read_text().replace("device: cuda", "device: tpu"))
+    with pytest.raises(ValueError, match="device must be cuda or cpu, not 'tpu'"):
+        Machine.read(file)
     H100.write(file)
     file.write_text(file.read_text().replace("memory:", "size:"))
     with pytest.raises(ValueError, match=r"other entries than needed.*memory"):

@@ -72,7 +72,10 @@ def test_what_is_measured_can_be_planned_for(tmp_path: Path, capsys: pytest.Capt
         measure_machine(tmp_path / "mine.yaml", 2, "cpu")
     machine = check_planned_for(tmp_path / "mine.yaml", capsys.readouterr().out)
     assert machine.link_bandwidth == pytest.approx(LINK, rel=1e-4)
-    assert len(machine.product_rates_bf16) == len(machine.product_rates_fp32) == 2
+    assert len(machine.product_rates_bf16) == len(machine.product_rates_fp32) == 4  # two of many small matrices
+    assert machine.device == "cpu"
+    assert machine.operator_overhead is not None
+    assert 0 < machine.operator_overhead < LATENCY  # a call of several operators takes that long here
     for rates in (machine.operator_rates_bf16, machine.operator_rates_fp32):
         assert {"aten._softmax", "aten._log_softmax_backward_data", "aten.exp"} < dict(rates).keys()
         assert sum("attention" in name for name, _ in rates) == 2  # forward and backward
