@@ -13,7 +13,6 @@ from lightning_autotp.capture.attribute_reads import PLAIN
 from lightning_autotp.capture.noted_numbers import NotedFloat, NotedInt, plain
 from lightning_autotp.capture.stretches import Container, Given, Made, Marked, NotAgain, Plain
 from lightning_autotp.capture.tracer import Storage, Tracer, Tracked
-from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.private.torch_private import FakeTensor, base_of, function_modes, storage_key
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
@@ -92,19 +91,12 @@ class Call:
         if number < begun:  # then it is the same one
             self.tokens.append(number)
         else:  # it was made for this call: where it is marked, say
-            self.tokens.append(("new", number - begun, self._origin(number) if info.is_static else None))
+            self.tokens.append(("new", number - begun, _memory_of(tracked) if info.is_static else None))
         memory = storage_key(tensor)
         sharing = next((at for at, other in enumerate(self.tensors) if storage_key(other) == memory), None)
         self.tokens += [type(tensor), *_metadata(tensor), info, sharing]
         self.tensors.append(tensor)
         self.numbers.append(number)
-
-    def _origin(self, number: int) -> int:
-        """The tensor that a static one is which was marked where it enters the layer."""
-        operator = next((one for one in reversed(self.tracer.graph.operators) if number in one.outputs), None)
-        if operator is None or not isinstance(operator.boundary, Boundary):
-            raise NotAgain
-        return operator.inputs[0]
 
     def is_given(self, args: Any, kwargs: Any) -> bool:
         """Whether its arguments hold what they held before it."""
@@ -217,6 +209,18 @@ def _all_in(value: Any) -> Iterator[Any]:
 def _is_bare(tensor: Tensor, of_tensors: Set[str]) -> bool:
     """Whether a tensor of the trace has nothing but what every one has, and no value."""
     return isinstance(tensor, FakeTensor) and tensor.constant is None and vars(tensor).keys() <= of_tensors
+
+
+def _memory_of(tracked: Tracked) -> tuple[Any, ...]:
+    """What tells a static tensor's values, whichever boundaries it has crossed: its memory, and what is seen of it.
+
+    Raises:
+        NotAgain: if it shares its memory with no other: then it was made for this call.
+    """
+    storage = tracked.storage
+    if storage is None:
+        raise NotAgain
+    return storage.root, storage.version, tracked.path
 
 
 def is_up_to_date(tracked: Tracked) -> bool:
