@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 
 from lightning_autotp.planning.machines import Machine
-from lightning_autotp.planning.meter import Label
+from lightning_autotp.planning.meter import Label, Ran
 from lightning_autotp.planning.rehearsal import Rehearsal
 
 LAUNCH = 4e-6
@@ -163,9 +163,11 @@ def host_memory(rehearsal: Rehearsal, rows: int = 1, copies: int = 1, cpu_offloa
     return stored + rows * kept.bytes + (kept.fixed_bytes if copies == 1 and not cpu_offload else 0)
 
 
-def product_time(machine: Machine, name: str, flops: float, moved: float, in_bf16: bool) -> float:
-    """Seconds of one product of so many floating-point operations that touches so many bytes."""
-    rate = machine.operator_rate(name, in_bf16) or machine.product_rate(flops / max(moved, 1), in_bf16)
+def product_time(machine: Machine, product: Ran, rows: int, in_bf16: bool) -> float:
+    """Seconds of one product of so many rows."""
+    assert product.flops is not None
+    flops, moved = rows * product.flops, product.bytes_of(rows)
+    rate = machine.operator_rate(product.name, in_bf16) or machine.product_rate(flops / max(moved, 1), in_bf16)
     return max(flops / rate, moved / machine.memory_bandwidth, LAUNCH)
 
 
@@ -203,10 +205,7 @@ def step_time(
         ValueError: if something is in host memory, and it is not known how fast that is.
     """
     work, bandwidth = rehearsal.work, machine.memory_bandwidth
-    products = sum(
-        count * product_time(machine, name, rows * flops, moved, in_bf16)
-        for (name, flops, moved), count in work.products.items()
-    )
+    products = sum(count * product_time(machine, one, rows, in_bf16) for one, count in work.products.items())
     moving = sum(
         moving_time(machine, name, of.fixed_bytes + rows * of.bytes, in_bf16)
         for name, of in work.others_by_name.items()
@@ -217,8 +216,7 @@ def step_time(
     others = others + started if machine.device == "cpu" else max(others, started - products)
     within = machine.between(ranks)
     tensor_parallel = sum(
-        count * within.collective(kind, size if is_fixed else rows * size, ranks)
-        for (kind, size, is_fixed), count in work.collectives.items()
+        count * within.collective(one.collective, one.bytes_of(rows), ranks) for one, count in work.collectives.items()
     )
     shards = copies // replicas
     moved = rehearsal.update_work.others

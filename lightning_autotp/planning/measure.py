@@ -184,7 +184,7 @@ def _product_rates(kind: str, dtype: torch.dtype) -> tuple[tuple[float, float], 
     for made, width in (*small, *((_Products(width), width) for width in _WIDTHS[kind])):
         module, x = _made(made, width, kind, dtype)
         work = _work(module, x)
-        touched = sum(moved * count for (*_, moved), count in work.products.items())
+        touched = sum(one.bytes * count for one, count in work.products.items())
         rates.append((work.flops / touched, work.flops / _seconds_of(module, x, kind)))
     return tuple(rates)
 

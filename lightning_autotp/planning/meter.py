@@ -61,8 +61,8 @@ class Ran(NamedTuple):
         bytes: that it read and wrote; of a collective, of the whole tensor.
         flops: of a product; ``None`` for any other operator.
         collective: which one it is; empty if it is none.
-        is_fixed: whether it reads parameters alone, or sends what is shaped as gathered ones are (their gradients), so
-            that it takes the same for any batch.
+        fixed: those of the bytes that are the same for any batch: of parameters, of what is computed from them alone,
+            of their gradients.
         is_host_copy: whether it copies to host memory, or from there.
     """
 
@@ -71,13 +71,17 @@ class Ran(NamedTuple):
     bytes: int
     flops: float | None = None
     collective: Collective | Literal[""] = ""
-    is_fixed: bool = False
+    fixed: int = 0
     is_host_copy: bool = False
 
     @property
     def is_other(self) -> bool:
         """Whether it is no product, no collective and no copy to host memory or from there."""
         return self.flops is None and not self.collective and not self.is_host_copy
+
+    def bytes_of(self, rows: int) -> int:
+        """Those of a batch of so many rows."""
+        return self.fixed + rows * (self.bytes - self.fixed)
 
 
 @dataclass
@@ -91,9 +95,9 @@ class Work:
     ran: list[Ran] = field(default_factory=list)
 
     @cached_property
-    def products(self) -> Counter[tuple[str, float, int]]:
-        """How often a product of this name ran with so many floating-point operations that touched so many bytes."""
-        return Counter((one.name, one.flops, one.bytes) for one in self.ran if one.flops is not None)
+    def products(self) -> Counter[Ran]:
+        """How often each product ran, wherever that was."""
+        return Counter(one._replace(place="") for one in self.ran if one.flops is not None)
 
     @cached_property
     def others(self) -> Others:
@@ -115,14 +119,14 @@ class Work:
         return Others.of(one for one in self.ran if one.is_host_copy)
 
     @cached_property
-    def collectives(self) -> Counter[tuple[Collective, int, bool]]:
-        """By kind, bytes of the whole tensor and whether these are the same for any batch, how often one ran."""
-        return Counter((one.collective, one.bytes, one.is_fixed) for one in self.ran if one.collective)
+    def collectives(self) -> Counter[Ran]:
+        """How often each collective ran, wherever that was."""
+        return Counter(one._replace(place="") for one in self.ran if one.collective)
 
     @property
     def flops(self) -> float:
         """Floating-point operations of all products."""
-        return sum(flops * count for (_, flops, _), count in self.products.items())
+        return sum((one.flops or 0.0) * count for one, count in self.products.items())
 
 
 class Moment(NamedTuple):
@@ -211,7 +215,7 @@ class Others:
     def of(cls, ran: Iterable[Ran]) -> Others:
         """Of some operators."""
         several = list(ran)
-        fixed = sum(one.bytes for one in several if one.is_fixed)
+        fixed = sum(one.fixed for one in several)
         return cls(len(several), fixed, sum(one.bytes for one in several) - fixed)
 
 
@@ -242,6 +246,8 @@ class Meter(TorchDispatchMode):
         self.place = ""
         self._left: list[weakref.ref[Tensor]] = []  # what the last block returned
         self._gathered: set[torch.Size] = set()  # shapes of parameters that were
+        # By the memory of a product's result, also in another dtype: which of what ran it is, and the bytes of that.
+        self._products: dict[int, tuple[int, int]] = {}
         self.begun: list[tuple[str, Moment]] = []
         self.left: dict[str, Moment] = {}
         self.turned: dict[str, Moment] = {}
@@ -324,7 +330,7 @@ class Meter(TorchDispatchMode):
         if self.is_aside:
             return
         size = tensor.numel() * tensor.itemsize
-        self.work.ran.append(Ran("aten.copy_", self.place, size, is_fixed=of_parameters, is_host_copy=True))
+        self.work.ran.append(Ran("aten.copy_", self.place, size, fixed=of_parameters * size, is_host_copy=True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count."""
@@ -374,24 +380,37 @@ class Meter(TorchDispatchMode):
     ) -> None:
         name = _name(func)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        moved = sum(leaf.numel() * leaf.itemsize for leaf in {id(x): x for x in (*operands, *results)}.values())
+        each = {id(leaf): leaf for leaf in (*operands, *results)}.values()
+        moved = sum(leaf.numel() * leaf.itemsize for leaf in each)
         ran = partial(Ran, name, self.place)
         if name in _COLLECTIVES:
             kind = _COLLECTIVES[name]
             whole = operands[0] if kind == "reduce_scatter" else results[0]
             if of_parameters:
                 self._gathered.add(whole.shape)
-            is_fixed = whole.shape in self._gathered
-            self.work.ran.append(ran(whole.numel() * whole.itemsize, collective=kind, is_fixed=is_fixed))
+            size = whole.numel() * whole.itemsize
+            self.work.ran.append(ran(size, collective=kind, fixed=size if whole.shape in self._gathered else 0))
             return
         # The processor's attention, and what adds a product in place, do what others do.
         count = _FLOPS.get(name.removesuffix("_").replace("_for_cpu", ""))
         if count is not None:
-            self.work.ran.append(ran(moved, float(count(*args, **kwargs, out_val=result))))
+            flops = float(count(*args, **kwargs, out_val=result))
         elif "grouped_mm" in name:  # rows of several matrices after each other: each meets one of the others
-            self.work.ran.append(ran(moved, 2.0 * prod(operands[0].shape[-2:]) * operands[1].shape[-1]))
-        elif makes or schema_of(func).is_mutable:
-            self.work.ran.append(ran(moved, is_fixed=of_parameters))
+            flops = 2.0 * prod(operands[0].shape[-2:]) * operands[1].shape[-1]
+        else:
+            if makes or schema_of(func).is_mutable:
+                self.work.ran.append(ran(moved, fixed=moved if of_parameters else 0))
+            if name == _CAST and (made := self._products.get(storage_key(args[0]))) is not None:
+                self._products[storage_key(result)] = made
+            return
+        fixed = sum(leaf.numel() * leaf.itemsize for leaf in each if self._label(leaf) in _OF_PARAMETERS)
+        size = sum(leaf.numel() * leaf.itemsize for leaf in results)
+        self._products |= {storage_key(leaf): (len(self.work.ran), size) for leaf in results}
+        self.work.ran.append(ran(moved, flops, fixed=fixed))
+
+    def _label(self, tensor: Tensor) -> Label | None:
+        known = self._alive.get(storage_key(tensor))
+        return None if known is None else known[0]
 
     def _add(self, tensors: Iterable[Tensor], label: Label) -> None:
         for tensor in tensors:
@@ -403,6 +422,7 @@ class Meter(TorchDispatchMode):
 
     def _end(self, key: int, _: Any) -> None:
         label, size, _, made = self._alive.pop(key)
+        self._products.pop(key, None)
         self._change(label, -size, made)
 
     def _change(self, label: Label, size: int, made: int) -> None:
@@ -410,8 +430,14 @@ class Meter(TorchDispatchMode):
         self.held.change(self.changes[-1])
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.label([parameter.grad], "gradients")
+        if parameter.grad is None:
+            return
+        self.label([parameter.grad], "gradients")
+        made = self._products.pop(storage_key(parameter.grad), None)
+        if made is not None:  # what the product gave is as large for any batch
+            at, size = made
+            product = self.work.ran[at]
+            self.work.ran[at] = product._replace(fixed=product.fixed + size)
 
 
 @cache

@@ -57,20 +57,17 @@ def timeline(
     total = step_time(rehearsal, machine, ranks, in_bf16=in_bf16, rows=rows)
     work, within = rehearsal.work, machine.between(ranks)
 
-    def moved(ran: Ran) -> int:
-        return ran.bytes if ran.is_fixed else rows * ran.bytes
-
     def moving(ran: Ran) -> float:
         """What an operator takes to move its bytes, if it does nothing else."""
-        return moving_time(machine, ran.name, moved(ran), in_bf16) if ran.is_other else 0.0
+        return moving_time(machine, ran.name, ran.bytes_of(rows), in_bf16) if ran.is_other else 0.0
 
     moving_in_all = sum(map(moving, work.ran))
 
     def seconds(ran: Ran) -> float:
         if ran.flops is not None:
-            return product_time(machine, ran.name, rows * ran.flops, ran.bytes, in_bf16)
+            return product_time(machine, ran, rows, in_bf16)
         if ran.collective:
-            return within.collective(ran.collective, moved(ran), ranks)
+            return within.collective(ran.collective, ran.bytes_of(rows), ranks)
         return total.others * moving(ran) / max(moving_in_all, 1e-30)
 
     spans: list[Span] = []

@@ -17,7 +17,7 @@ import torch
 import yaml
 from rich.console import Console
 from tiny import tiny_config
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import make_plan, recommend
@@ -72,10 +72,10 @@ KEPT_ON_HOST = replace(
     work=Work(
         [
             Ran("aten.copy_", "layers.0", 64, is_host_copy=True),
-            Ran("aten.copy_", "layers.0", 8, is_fixed=True, is_host_copy=True),
+            Ran("aten.copy_", "layers.0", 8, fixed=8, is_host_copy=True),
             Ran("aten.mm", "layers.0", 1000, 1e12),
             Ran("aten.copy_", "layers.0", 64, is_host_copy=True),
-            Ran("aten.copy_", "layers.0", 8, is_fixed=True, is_host_copy=True),
+            Ran("aten.copy_", "layers.0", 8, fixed=8, is_host_copy=True),
         ]
     ),
 )
@@ -117,18 +117,38 @@ def test_a_product_reaches_what_was_measured_of_those_like_it() -> None:
     measured = replace(H100, product_rates_bf16=((50.0, 1e14), (150.0, 3e14)))
     flops = 1e13
     for intensity, rate in ((10, 1e14), (50, 1e14), (100, 2e14), (150, 3e14), (1e3, 3e14)):
-        assert product_time(measured, "aten.mm", flops, flops / intensity, in_bf16=True) == pytest.approx(
+        product = Ran("aten.mm", "", round(flops / intensity), flops)
+        assert product_time(measured, product, 1, in_bf16=True) == pytest.approx(
             max(flops / rate, flops / intensity / H100.memory_bandwidth)
         )
-        assert product_time(measured, "aten.mm", flops, flops / intensity, in_bf16=False) == product_time(
-            H100, "aten.mm", flops, flops / intensity, in_bf16=False
-        )
+        assert product_time(measured, product, 1, in_bf16=False) == product_time(H100, product, 1, in_bf16=False)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_of_more_rows_products_touch_more_but_for_parameters_and_their_gradients(precision: str) -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.out = nn.Linear(6, 8), nn.Linear(8, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.into(x).relu()
+            return self.out(hidden @ (hidden.mT @ hidden)).float().mean()
+
+    def products(rows: int) -> list[Ran]:
+        work = rehearse(Scores(), {"x": torch.empty(rows, 5, 6)}, precision=precision, optimizer="none").work
+        return [one for one in work.ran if one.flops is not None]
+
+    one, several = products(1), products(3)
+    assert len(one) == 11
+    for small, large in zip(one, several, strict=True):
+        assert (small.bytes_of(3), 3 * small.flops) == (large.bytes, large.flops)
 
 
 def test_an_operator_reaches_what_was_measured_of_it() -> None:
     measured = replace(H100, operator_rates_bf16=(("aten.attention", 1e14), ("aten._softmax", 1e12)))
     ran = [Ran("aten.attention", "", 1, 1e13), Ran("aten.mm", "", 1, 1e13), Ran("aten._softmax", "", 10**9)]
-    ran += [Ran("aten._softmax", "", 10**9, is_fixed=True), Ran("aten.add", "", 10**9)]
+    ran += [Ran("aten._softmax", "", 10**9, fixed=10**9), Ran("aten.add", "", 10**9)]
     rehearsal = replace(REHEARSAL, work=Work(ran), forward=2)
     time = step_time(rehearsal, measured, 1, rows=3)
     assert time.products == pytest.approx(3 * (1e13 / 1e14 + 1e13 / (0.6 * 9.89e14)))
@@ -260,7 +280,7 @@ def test_gathered_parameters_are_sent_once_whatever_the_rows() -> None:
             whole = sends.all_gather_into_tensor(local.weight.to(torch.bfloat16), 2, "")
             sends.reduce_scatter_tensor(torch.empty_like(whole), "sum", 2, "")
             sends.reduce_scatter_tensor(torch.empty_like(hidden), "sum", 2, "")
-    assert [one.is_fixed for one in meter.work.ran if one.collective] == [False, True, True, False]
+    assert [one.fixed == one.bytes for one in meter.work.ran if one.collective] == [False, True, True, False]
     time = step_time(replace(REHEARSAL, work=meter.work), H100, 2, rows=5).tensor_parallel
     of_rows, fixed = 5 * 6 * 8 * 4, 12 * 8 * 2
     sent = [H100.profile.collective("all_gather", size, 2) for size in (of_rows, fixed)]

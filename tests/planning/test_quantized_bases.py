@@ -83,7 +83,7 @@ def test_the_same_products_are_computed_and_matrices_dequantized_for_them() -> N
     assert found.work.flops == plain.work.flops
     made = [ran for ran in found.work.ran if ran.name == "bitsandbytes.dequantize_4bit"]
     assert len(made) == 2 * MATRICES - 3  # the first three have no gradient to pass on
-    assert all(ran.is_fixed for ran in made)
+    assert all(ran.fixed == ran.bytes for ran in made)
     assert not found.dequantized
 
 
