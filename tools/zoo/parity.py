@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightning_autotp.parameters.local_blocks import plain
 from lightning_autotp.parameters.meta import ParameterMeta
@@ -201,6 +202,8 @@ def _compare(
     """The comparison in one precision. Collective over ``process_group``."""
     model, batch = prepare(name, group)
     nn.Module.to(model, device=device, dtype=precision)
+    if precision == torch.float64 and isinstance(model, PreTrainedModel) and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch's grouped products have none of that precision
     example = _converted(make_batch(name, group, model, _EXAMPLE), precision, device)
     batch = _converted(batch, precision, device)
     loss = _loss(name, group)
