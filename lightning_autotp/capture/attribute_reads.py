@@ -5,9 +5,11 @@ An integer may be a size that must become local, and any of them may decide whic
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -37,7 +39,11 @@ def told(value: Any) -> Any:
     return held if PLAIN.issuperset(map(type, held)) else OTHER
 
 
-def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) -> None:
+Reader = Callable[[str, str, FrameType], object]
+"""Is told of a module's path and the name of a plain attribute of it that code reads, in this frame."""
+
+
+def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str], reader: Reader) -> None:
     """Have a model note which plain attributes its code reads; it is a copy, and is not used for anything else.
 
     Args:
@@ -45,6 +51,7 @@ def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) 
         graph: gets, by module, the integers that were read (attributes of its own, and as ``config.NAME`` those of its
             config), and the names of all plain attributes, also those that are lists and the like.
         running: tells the path of the module that runs.
+        reader: is told of what is read of modules.
     """
     modules = dict(model.named_modules())
     configs = {path: vars(module).get("config") for path, module in modules.items()}
@@ -61,16 +68,17 @@ def note_attributes(model: nn.Module, graph: Graph, running: Callable[[], str]) 
 
     for config in {id(config): config for config in configs.values() if config is not None}.values():
         watch_config(config)
-    note_own_attributes(modules, graph)
+    note_own_attributes(modules, graph, reader)
 
 
-def note_own_attributes(modules: Mapping[str, nn.Module], graph: Graph) -> None:
+def note_own_attributes(modules: Mapping[str, nn.Module], graph: Graph, reader: Reader) -> None:
     """The same for what these modules' code reads of the modules themselves, by their paths."""
     for path, module in modules.items():
-        _watch(module, partial(_note_own, graph, path, module))
+        _watch(module, partial(_note_own, graph, reader, path, module))
 
 
-def _note_own(graph: Graph, path: str, module: nn.Module, name: str, value: Any) -> None:
+def _note_own(graph: Graph, reader: Reader, path: str, module: nn.Module, name: str, value: Any) -> None:
+    reader(path, name, sys._getframe(2))
     if name in vars(module):
         _note_integer(graph, path, name, value)
     graph.settings.setdefault(path, {})[name] = None

@@ -368,9 +368,9 @@ def _capture(
     of_tensors = frozenset(vars(fake_like(torch.empty(0), fake, seeming)))
     layers = RepeatedLayers(traced, tracer, notes, of_tensors, each_layer)
     if until_failure:
-        note_own_attributes(layers.told_apart, tracer.graph)
+        note_own_attributes(layers.told_apart, tracer.graph, layers.note_read)
     else:
-        note_attributes(traced, tracer.graph, lambda: tracer.modules[-1])
+        note_attributes(traced, tracer.graph, lambda: tracer.modules[-1], layers.note_read)
     try:
         _run(traced, calls, tracer, fake, layers, goes_on, until_failure)
         is_made = not layers.differ() and not (layers.used and tracer.graph.failure)

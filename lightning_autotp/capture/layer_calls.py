@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_autotp.capture.attribute_reads import PLAIN
+from lightning_autotp.capture.cache_slots import own_slot
 from lightning_autotp.capture.noted_numbers import NotedFloat, NotedInt, plain
 from lightning_autotp.capture.stretches import Container, Given, Made, Marked, NotAgain, Plain
 from lightning_autotp.capture.tracer import Storage, Tracer, Tracked
@@ -34,13 +35,15 @@ class Call:
         leaves: all that is in its arguments, with the containers.
         tensors: the tensors in these, each once.
         numbers: their numbers in the graph.
+        slots: the layer's own slots in caches that it is given, and the plain values that each holds.
 
     Raises:
         NotAgain: if more may matter than can be told.
     """
 
-    def __init__(self, tracer: Tracer, of_tensors: Set[str], args: Any, kwargs: Any) -> None:
-        self.tracer, self.of_tensors = tracer, of_tensors
+    def __init__(self, tracer: Tracer, of_tensors: Set[str], args: Any, kwargs: Any, place: int | None) -> None:
+        self.tracer, self.of_tensors, self.place = tracer, of_tensors, place
+        self.slots: list[tuple[Any, dict[str, Any]]] = []
         self.leaves: list[Any] = []
         self.tensors: list[Tensor] = []
         self.numbers: list[int] = []
@@ -74,6 +77,12 @@ class Call:
             self.tokens.append((kind, value))
         elif kind is NotedInt or kind is NotedFloat:
             self.tokens.append((kind, plain(value), value.expression))
+        elif (slot := own_slot(value, self.place)) is not None:
+            held = dict(vars(slot))
+            if not (PLAIN | {*_SETTINGS}).issuperset(map(type, held.values())):
+                raise NotAgain
+            self.tokens += [value, type(slot), held]
+            self.slots.append((slot, held))
         else:
             raise NotAgain
         self.leaves.append(value)
@@ -114,6 +123,28 @@ class Call:
             NotAgain: if that is not known.
         """
         return self._result(result, made, {storage_key(tensor) for tensor in self.tensors})
+
+    def put(self, made: Collection[int]) -> list[tuple[int, str, Any]]:
+        """What it has put into its slots of caches: into which one, as which attribute, and how to make it again.
+
+        Args:
+            made: the tensors that operators in it have made.
+
+        Raises:
+            NotAgain: if that is not known.
+        """
+        taken = {storage_key(tensor) for tensor in self.tensors}
+        return [
+            (at, name, Plain(type(value), value) if type(value) in _SETTINGS else self._result(value, made, taken))
+            for at, (slot, before) in enumerate(self.slots)
+            for name, value in vars(slot).items()
+            if name not in before or before[name] is not value
+        ]
+
+    def put_again(self, put: Sequence[tuple[int, str, Any]]) -> None:
+        """Put into its slots what another call has put into its own."""
+        for at, name, value in put:
+            setattr(self.slots[at][0], name, self.made(value))
 
     def _result(self, value: Any, made: Collection[int], taken: set[int]) -> Any:
         kind = type(value)

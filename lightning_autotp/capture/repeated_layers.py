@@ -4,11 +4,12 @@ A model of a hundred layers runs the same code a hundred times, and all but the 
 before, of other tensors. So a layer, an element of an ``nn.ModuleList`` or ``nn.Sequential``, is left out where
 everything that its code can see is as it was for one that ran:
 
-* the two are :mod:`~lightning_autotp.capture.alike`, and no plain attribute that the one's code read is another;
+* the two are :mod:`~lightning_autotp.capture.alike`, and no plain attribute that the one's code read is another, but
+  for its number in the model, where that says which slot of a cache it uses;
 * they are called alike: with the same values, and with tensors of the same metadata that share memory alike, and that
   hold the same wherever no parameter went into them; in the same modes of torch's;
-* the one had no effect but its results: it wrote into no memory from outside, kept no tensor, drew no number in Python,
-  and asked for no values but those that are the same for the other.
+* the one had no effect but its results, and what it put into its slot of a cache: it wrote into no memory from outside,
+  kept no tensor, drew no number in Python, and asked for no values but those that are the same for the other.
 
 Code may still see what is in none of these: it may count its calls in a global variable. So two layers must really have
 run, one after the other, with the same effect, before any is left out, and of layers that are alike the last one really
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,11 +32,12 @@ from torch import Tensor, nn
 from lightning_autotp.capture import vmap as transforms
 from lightning_autotp.capture.alike import Counterparts, Places
 from lightning_autotp.capture.attribute_reads import PLAIN, is_noted
+from lightning_autotp.capture.cache_slots import is_handed_to_cache
 from lightning_autotp.capture.compiled_code import is_told_compiled
 from lightning_autotp.capture.layer_calls import Call
 from lightning_autotp.capture.noted_numbers import Notes
 from lightning_autotp.capture.static_values import CHOICES
-from lightning_autotp.capture.stretches import LISTS, NotAgain, Position, Renaming, Stretch, noting_anew, numbers_in
+from lightning_autotp.capture.stretches import LISTS, NotAgain, Position, Renaming, Stretch, noting_anew
 from lightning_autotp.capture.synthetic_draws import states
 from lightning_autotp.capture.tracer import Tracer, Tracked
 from lightning_autotp.layouts.places import Boundary
@@ -69,6 +72,7 @@ class RepeatedLayers:
         self.of_tensors = of_tensors
         self.used: list[_Recorded] = []
         self._differ = False
+        self._read = set[tuple[str, str]]()  # by the layer that runs, as it is recorded
         each = each or any(HOOKS_OF_ALL_MODULES)  # which may do something else for each module
         self.kinds = [] if each else list(self._kinds(model, Places(model, of_tensors)))
         self.told_apart = {
@@ -77,6 +81,7 @@ class RepeatedLayers:
             for number, _ in kind.differing
             for layer in kind.layers
         }
+        self._differing = {name for kind in self.kinds for _, name in kind.differing}
 
     def put_on(self) -> None:
         """Let the layers run so."""
@@ -84,6 +89,11 @@ class RepeatedLayers:
             for layer in kind.layers:
                 layer.forward = layer.module.forward
                 layer.module.forward = _Forward(self, layer)
+
+    def note_read(self, path: str, name: str, frame: FrameType) -> None:
+        """Code reads a plain attribute, in this frame; one that differs, for something else than a cache."""
+        if name in self._differing and not is_handed_to_cache(frame, name):
+            self._read.add((path, name))
 
     def begin(self) -> None:
         """Before a call of the model: what ran in another one counts no more."""
@@ -146,7 +156,7 @@ class RepeatedLayers:
             for operator in self.tracer.graph.operators
             if isinstance(mark := operator.boundary, Boundary) and (mark.module, mark.side) == (one.layer.path, "out")
         }
-        return made - (set(numbers_in(one.stretch.result)) - marked)
+        return made - (set(one.stretch.left) - marked)
 
     def _reads(self) -> Iterator[tuple[str, Iterable[int]]]:
         """Which tensors the trace uses, with the module whose code does."""
@@ -212,7 +222,7 @@ class RepeatedLayers:
         ):
             return None
         try:
-            return Call(tracer, self.of_tensors, args, kwargs)
+            return Call(tracer, self.of_tensors, args, kwargs, layer.place)
         except NotAgain:
             return None
 
@@ -228,12 +238,14 @@ class RepeatedLayers:
         position, begun, random = self._position(), tracer.begun[-1], states()
         lists = {name: len(getattr(graph, name)) for name in LISTS}
         written, asked = len(tracer.written), len(tracer.evaluator.asked)
+        read_before, self._read = self._read, set()
         with noting_anew(tracer, self.notes) as noted:
             result = layer.forward(*args, **kwargs)
         stretch = Stretch(noted=noted, **{name: getattr(graph, name)[first:] for name, first in lists.items()})
         calls = range(position.calls, len(graph.calls))
         stretch.numbers = {number: tracer.noted[number] for number in calls if number in tracer.noted}
-        recorded = _Recorded(layer, call, position, begun, stretch)
+        recorded = _Recorded(layer, call, position, begun, stretch, self._read)
+        self._read = read_before | self._read
         try:
             with without_functions():
                 if noted.has_drawn or states() != random or not call.is_given(args, kwargs):
@@ -245,7 +257,7 @@ class RepeatedLayers:
                 self._note_tensors(recorded)
                 self._check_asked(tracer.evaluator.asked[asked:], recorded)
                 stretch.counts = dict(tracer.calls.counts[-1])
-                stretch.result = call.described(result, made)
+                stretch.put, stretch.result = call.put(made), call.described(result, made)
         except NotAgain:
             return result, None
         return result, recorded
@@ -305,9 +317,14 @@ class RepeatedLayers:
         paths = dict(zip(known.layer.paths, layer.paths, strict=True))
         try:
             renaming = Renaming(known.position, known.begun, self._position(), numbers, paths)
-            return renaming.stretch(known.stretch)
+            expected = renaming.stretch(known.stretch)
         except NotAgain:
             return None
+        for number, name in layer.kind.differing:  # the number of each in the model is its own
+            read = expected.noted.of_modules["integers"].get(layer.paths[number], {})
+            if name in read:
+                read[name] = layer.state.values[number, name][1]
+        return expected
 
     def _append(self, stretch: Stretch, layer: _Layer, call: Call) -> Any:
         """Append what a layer records to the graph, and make what it returns."""
@@ -327,6 +344,7 @@ class RepeatedLayers:
         tracer.calls.counts[-1] = dict(stretch.counts)
         for number, name, value in stretch.changes:
             vars(layer.modules[number])[name] = value
+        call.put_again(stretch.put)
         return call.made(stretch.result)
 
 
@@ -438,6 +456,7 @@ class _Layer:
         kind: all of them.
         module: the layer.
         path: where it is.
+        place: its number in its list.
         modules: the modules in it, as their counterparts in the first one.
         paths: where these are.
         tensors: those of these modules, as their counterparts in the first one.
@@ -451,6 +470,7 @@ class _Layer:
     def __init__(self, kind: _Kind, module: nn.Module, modules: tuple[nn.Module, ...], places: Places) -> None:
         self.kind, self.module, self.modules = kind, module, modules
         self.path = places.paths[module]
+        self.place = int(number) if (number := self.path.rpartition(".")[2]).isdecimal() else None
         self.paths = tuple(places.paths[inner] for inner in modules)
         self.tensors: list[Tensor] = []
 
@@ -485,6 +505,8 @@ class _Recorded:
         position: where in the graph it began.
         begun: how many tensors there were before its marks.
         stretch: what it recorded.
+        read: the plain attributes that differ from layer to layer and that its code reads for something else than a
+            cache, by the module's path and their name.
         numbers: the numbers of its tensors, as far as they have any.
         is_used: whether it was appended again.
     """
@@ -494,21 +516,28 @@ class _Recorded:
     position: Position
     begun: int
     stretch: Stretch
+    read: set[tuple[str, str]]
     numbers: list[int | None] = field(default_factory=list)
     is_used: bool = False
 
     def fits(self, layer: _Layer, call: Call) -> bool:
         """Whether another layer's code sees in a call what this one's saw."""
-        settings, values = self.stretch.noted.of_modules["settings"], self.layer.state.values
         return (
             call.tokens == self.call.tokens
-            and not any(
-                values.get((number, name)) != layer.state.values.get((number, name))
-                for number, name in layer.kind.differing
-                if name in settings.get(self.layer.paths[number], ()) or not is_noted(self.layer.modules[number])
-            )
+            and not any(self._tells_apart(layer, number, name) for number, name in layer.kind.differing)
             and (
                 not self.stretch.noted.of_modules["compiling"]
                 or [*map(is_told_compiled, self.layer.paths)] == [*map(is_told_compiled, layer.paths)]
             )
         )
+
+    def _tells_apart(self, layer: _Layer, number: int, name: str) -> bool:
+        """Whether this one's code would have seen another value of a plain attribute in another layer."""
+        here, there = (one.state.values.get((number, name)) for one in (self.layer, layer))
+        path = self.layer.paths[number]
+        if here == there or (
+            is_noted(self.layer.modules[number]) and name not in self.stretch.noted.of_modules["settings"].get(path, ())
+        ):
+            return False
+        are_places = here == (int, self.layer.place) and there == (int, layer.place)
+        return not are_places or (path, name) in self.read

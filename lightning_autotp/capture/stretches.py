@@ -167,6 +167,7 @@ class Stretch:
         synthetic: those that follow from synthetic choices.
         counts: how many calls its own code has made, by where they stand.
         changes: the plain attributes that it changed.
+        put: what it has put into its slots of caches.
         result: what it returned.
     """
 
@@ -184,7 +185,15 @@ class Stretch:
     synthetic: dict[int, Tensor] = field(default_factory=dict, compare=False)
     counts: dict[Any, int] = field(default_factory=dict)
     changes: list[tuple[int, str, Any]] = field(default_factory=list)
+    put: list[tuple[int, str, Any]] = field(default_factory=list)
     result: Any = None
+
+    @property
+    def left(self) -> Iterator[int]:
+        """The tensors that it makes and that are seen outside of it: that it returns, or puts into a cache."""
+        yield from numbers_in(self.result)
+        for *_, value in self.put:
+            yield from numbers_in(value)
 
     def is_like(self, other: Stretch) -> bool:
         """Whether two layers have done the same; to be asked where no trace sees it."""
@@ -365,5 +374,6 @@ class Renaming:
             {self.number(tensor): value for tensor, value in one.synthetic.items()},
             one.counts,
             one.changes,
+            [(at, name, self.result(value)) for at, name, value in one.put],
             self.result(one.result),
         )

@@ -26,6 +26,9 @@ from transformers import PreTrainedModel, modeling_utils
 for _logger, _level in _TALKATIVE.items():
     _logger.setLevel(_level)
 
+# A cache of keys and values, and its parts.
+from transformers.cache_utils import DynamicCache
+
 # The conversions that an architecture's checkpoints go through.
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -201,3 +204,14 @@ class TrainerSteps(Trainer):
     def load_weights(self, directory: str) -> None:
         """Load the model's weights from a checkpoint."""
         super()._load_from_checkpoint(directory)
+
+
+def slots_of_cache(value: Any) -> list[Any] | None:
+    """The parts of a cache, each of which only the calls of one layer change; ``None`` for anything else.
+
+    A cache that makes its parts when it needs them, or moves them to the host meanwhile, is something else.
+    """
+    if type(value) is not DynamicCache or value.offloading or value.layer_class_to_replicate is not None:
+        return None
+    slots: list[Any] = value.layers
+    return slots

@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from selected import nightly
 from tiny import meta_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    DynamicCache,
+    LlamaConfig,
+)
 
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.capture import repeated_layers
@@ -40,7 +47,8 @@ WIDTH = 8
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_torch_does_once_is_done() -> None:
-    capture(meta_model("llama", num_hidden_layers=1))
+    model = meta_model("llama", num_hidden_layers=1)
+    capture(model, {**language_model_inputs(model), "use_cache": True})
 
 
 class Traces:
@@ -135,6 +143,17 @@ def model_of(family: str) -> tuple[nn.Module, Any]:
 def test_a_graph_is_that_of_a_trace_in_which_each_layer_runs(family: str, traces: Traces) -> None:
     model, batch = model_of(family)
     assert len(traces.check(lambda: capture(model, batch))) == MODELS[family][1]
+
+
+WITH_CACHE = {"llama": 2, "gpt2": 2, "qwen3_moe": 2, "deepseek_v3": 2, "gemma2": 2, "bamba": 0}
+"""How many layers are left out of a call with a cache: none whose part of it holds more than keys and values."""
+
+
+@pytest.mark.parametrize("family", nightly(WITH_CACHE, ("llama", "gpt2")))
+def test_layers_that_use_their_own_part_of_a_cache_are_left_out(family: str, traces: Traces) -> None:
+    model, _ = model_of(family)
+    batch = {**language_model_inputs(model), "use_cache": True}
+    assert len(traces.check(lambda: capture(model, batch))) == WITH_CACHE[family]
 
 
 def planned(**options: Any) -> tuple[nn.Module, dict[str, Any], Plan, Solution]:
@@ -392,6 +411,85 @@ def test_a_layer_whose_code_sees_something_else_runs(code: Code, traces: Traces)
     left_out = traces.check(lambda: capture(model, torch.randn(3, 5, WIDTH)))
     if code not in TRACED_AGAIN:
         assert len(left_out) == LEFT_OUT.get(code, 0)
+
+
+class Caching(nn.Module):
+    """One of several layers, which are given a cache; ``code`` uses it."""
+
+    def __init__(self, code: Callable[[Any, Tensor, Any], Tensor], number: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.code, self.number, self.next_one = code, number, (number + 1) % 7
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        return self.code(self, self.inner(x), cache)
+
+
+class WithCache(nn.Module):
+    def __init__(self, code: Callable[[Any, Tensor, Any], Tensor], **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Caching(code, number) for number in range(7)])
+        self.options = options
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        cache = DynamicCache(**self.options)
+        for block in self.blocks:
+            x = block(x, cache)
+        return x, *(slot.keys for slot in cache.layers if slot.keys is not None)
+
+
+def into_its_own(block: Any, x: Tensor, cache: Any) -> Tensor:
+    keys, _ = cache.update(x[:, None], x[:, None], layer_idx=block.number)
+    return keys[:, 0] + cache.layers[block.number].values[:, 0]
+
+
+def into_another(block: Any, x: Tensor, cache: Any) -> Tensor:
+    return cache.update(x[:, None], x[:, None], block.next_one)[0][:, 0]
+
+
+def into_one_of_a_variable(block: Any, x: Tensor, cache: Any) -> Tensor:
+    number = block.number
+    return cache.update(x[:, None], x[:, None], number)[0][:, 0]
+
+
+def and_into_a_list(block: Any, x: Tensor, cache: Any) -> Tensor:
+    x = cache.update(x[:, None], x[:, None], block.number)[0][:, 0]
+    return x.sin() if FOURTH[block.number] else x.cos()
+
+
+def and_into_a_list_on_the_same_line(block: Any, x: Tensor, cache: Any) -> Tensor:
+    x, is_fourth = cache.update(x[:, None], x[:, None], block.number)[0][:, 0], FOURTH[block.number]
+    return x.sin() if is_fourth else x.cos()
+
+
+def and_into_a_product(block: Any, x: Tensor, cache: Any) -> Tensor:
+    return block.number * cache.update(x[:, None], x[:, None], block.number)[0][:, 0]
+
+
+def into_one_it_asks_for(block: Any, x: Tensor, cache: Any) -> Tensor:
+    return cache.update(x[:, None], x[:, None], getattr(block, "number"))[0][:, 0]  # noqa: B009
+
+
+FOURTH = [number == 4 for number in range(7)]
+CONFIG = {"config": LlamaConfig(num_hidden_layers=7)}
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "left_out"),
+    [
+        (into_its_own, CONFIG, 4),
+        (into_its_own, {}, 0),  # whose parts are made one after the other
+        (into_another, CONFIG, 0), (into_one_of_a_variable, CONFIG, 0), (and_into_a_list, CONFIG, 0),
+        (and_into_a_list_on_the_same_line, CONFIG, 0), (and_into_a_product, CONFIG, 0),
+        (into_one_it_asks_for, CONFIG, 0),
+    ],
+)  # fmt: skip
+def test_a_number_that_says_more_than_which_part_of_a_cache_tells_layers_apart(
+    code: Callable[[Any, Tensor, Any], Tensor], options: dict[str, Any], left_out: int, traces: Traces
+) -> None:
+    model = WithCache(code, **options)
+    x = torch.randn(3, 5, WIDTH, requires_grad=True)
+    assert len(traces.check(lambda: capture(model, x))) == left_out
 
 
 class HandingOn(nn.Module):

@@ -349,3 +349,16 @@ def _(_: Any) -> None:
     steps = [name for name in called if name != "_load_optimizer_and_scheduler"]
     assert steps == [*saved, "_load_best_model", "_load_from_checkpoint", *saved, "_load_best_model"]
     assert state["whole"] == 1
+
+
+@canary("transformers.cache_utils.DynamicCache")
+def _(cache_class: Any) -> None:
+    """What one layer does with a cache changes its own part alone; an empty part holds plain values."""
+    made = cache_class(config=tiny().config.__class__(num_hidden_layers=3))
+    assert (made.offloading, made.layer_class_to_replicate) == (False, None)
+    before = [dict(vars(slot)) for slot in made.layers]
+    assert all(type(value) in (bool, int, type(None)) for slot in before for value in slot.values())
+    states = torch.ones(1, 1, 2, 4)
+    made.update(states, states, 1)
+    assert [dict(vars(slot)) == held for slot, held in zip(made.layers, before, strict=True)] == [True, False, True]
+    assert cache_class().layer_class_to_replicate is not None
