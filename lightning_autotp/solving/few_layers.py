@@ -1,7 +1,7 @@
 """A graph of a model with few of its layers, on which two ways to treat all of them can be compared.
 
-Layers of one kind run the same operators on tensors of the same shapes, so that each costs the same. What is cheaper for
-two layers of every kind is cheaper for all of them.
+Layers of one kind run the same operators on tensors of the same shapes, so that each costs the same. What is cheaper
+for two layers of every kind is cheaper for all of them, and found in a fraction of the time.
 """
 
 from __future__ import annotations
