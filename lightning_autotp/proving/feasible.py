@@ -183,8 +183,8 @@ def _with_limit(plan: Plan, search: _Search, options: PlanOptions) -> Plan:
 def _cheaper(divided: _Search, whole: _Search) -> _Search:
     """The search of the cheaper plans: experts are divided along their features, or distributed whole.
 
-    All mixtures of a model are treated alike, so that few of its layers tell which is cheaper. Experts whose code cannot
-    be traced cannot be divided; and a user may ask for one or the other, by pins.
+    All mixtures of a model are treated alike, so that few of its layers tell which is cheaper. Experts whose code
+    cannot be traced cannot be divided; and a user may ask for one or the other, by pins.
     """
     names = {name for name in divided.pins if name.rpartition(".")[0] in whole.experts}
     if any(divided.pins[name] is None for name in names):
