@@ -431,7 +431,11 @@ def fake_like(value: Tensor, mode: FakeTensorMode, device: torch.device) -> Tens
     What ``torch.empty_strided`` and ``nn.Parameter`` make under the mode is the same, and takes five times as long.
     Nothing public.
     """
-    made = FakeTensor(mode, torch.empty_like(value.detach(), device="meta"), device)
+    if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and value.is_contiguous():
+        memory = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    else:  # the same, but written in Python for the meta device
+        memory = torch.empty_like(value.detach(), device="meta")
+    made = FakeTensor(mode, memory, device)
     made.requires_grad_(value.requires_grad)
     if isinstance(value, nn.Parameter):
         made._is_param = True

@@ -57,7 +57,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class _Expected:
+class Expected:
     """One operator the local trace must have next."""
 
     name: str
@@ -68,8 +68,15 @@ class _Expected:
     own_numbers: bool | None = False
 
 
-def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
-    """The first difference between ``rank``'s local graph and what the solution says it must be, or ``None``."""
+def compare(local: Graph, solution: Solution, rank: int, wanted: Sequence[Expected] | None = None) -> Mismatch | None:
+    """The first difference between ``rank``'s local graph and what the solution says it must be, or ``None``.
+
+    Args:
+        local: a trace of the local model.
+        solution: the layouts.
+        rank: whose.
+        wanted: what :func:`localized` gives, where several traces are compared with it.
+    """
     tensors: dict[Any, Any] = {}
     names = {name: tensor for tensor, name in local.parameters.items()}
     for tensor, name in solution.graph.parameters.items():
@@ -84,7 +91,7 @@ def compare(local: Graph, solution: Solution, rank: int) -> Mismatch | None:
             return Mismatch(0, None, f"parameter {name} must have the local shape {list(shape)}, it has {list(has)}")
     tensors |= dict(zip(solution.graph.loose(), local.loose(), strict=False))
     repeated: dict[Any, _Repeated] = {}
-    wanted = list(_localized(solution, rank))
+    wanted = localized(solution, rank) if wanted is None else wanted
     position = place = 0
     doubted: dict[int, Mismatch] = {}  # by places: what is left out there, or else is the operator that is at fault
     while position < len(wanted):
@@ -138,8 +145,12 @@ def cut_differently(metas: Mapping[str, ParameterMeta], solution: Solution) -> M
     return None
 
 
-def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
+def localized(solution: Solution, rank: int) -> list[Expected]:
     """The operators of the original graph as this rank must run them, with the primitives in their places."""
+    return list(_localized(solution, rank))
+
+
+def _localized(solution: Solution, rank: int) -> Iterator[Expected]:
     conversions = {change.boundary: change for change in solution.conversions}
     for crossing, members in groupby(enumerate(solution.graph.operators), key=lambda item: _crossing(item[1])):
         if crossing is not None:
@@ -157,12 +168,12 @@ def _localized(solution: Solution, rank: int) -> Iterator[_Expected]:
                 if names:
                     arguments = tuple((key, renamed(value, names)) for key, value in arguments)
                 own_numbers = None if number in solution.not_drawing else operator.call in solution.drawing
-                yield _Expected(plain.name, arguments, plain.outputs, operator, plain.free, own_numbers)
+                yield Expected(plain.name, arguments, plain.outputs, operator, plain.free, own_numbers)
 
 
 def _operands(
     number: int, operator: Operator, solution: Solution, rank: int
-) -> Generator[_Expected, None, dict[int, tuple[str, int]]]:
+) -> Generator[Expected, None, dict[int, tuple[str, int]]]:
     """The changes of the operator's static operands; returns the changed tensors by the static ones."""
     names: dict[int, tuple[str, int]] = {}
     for tensor in operator.inputs:
@@ -174,9 +185,9 @@ def _operands(
     return names
 
 
-def _conversion(change: Conversion, source: Any, output: tuple[Any, tuple[int, ...]], operator: Operator) -> _Expected:
+def _conversion(change: Conversion, source: Any, output: tuple[Any, tuple[int, ...]], operator: Operator) -> Expected:
     name = f"record:{TRANSITIONS[change.pair].name}"
-    return _Expected(name, (("input", (source,)), ("detail", _maps(change.source, change.target))), (output,), operator)
+    return Expected(name, (("input", (source,)), ("detail", _maps(change.source, change.target))), (output,), operator)
 
 
 def _maps(*layouts: Layout) -> str:
@@ -199,7 +210,7 @@ def _local_shape(solution: Solution, tensor: int, rank: int) -> tuple[int, ...]:
 
 def _boundaries(
     crossed: list[Operator], conversions: Mapping[Any, Conversion], solution: Solution, rank: int
-) -> Iterator[_Expected]:
+) -> Iterator[Expected]:
     """Tensors entering a module are marked, then converted; those leaving it are converted, then marked."""
     marks, changes = [], []
     if isinstance(crossed[0].boundary, CallPoint):
@@ -207,7 +218,7 @@ def _boundaries(
             change = conversions.get(operator.boundary)
             before, target = Ref(operator.inputs[0]), operator.outputs[0]
             if change is None:
-                yield _Expected("", (("input", (before,)),), ((target, ()),), operator)
+                yield Expected("", (("input", (before,)),), ((target, ()),), operator)
             else:
                 yield _conversion(change, before, (target, _local_shape(solution, target, rank)), operator)
         return
@@ -216,19 +227,19 @@ def _boundaries(
         conversion = conversions.get(boundary)
         entering, after = _local_shape(solution, source, rank), _local_shape(solution, target, rank)
         if not isinstance(boundary, Boundary) or conversion is None:
-            marks.append(_Expected("boundary", (("input", (Ref(source),)),), ((target, after),), operator))
+            marks.append(Expected("boundary", (("input", (Ref(source),)),), ((target, after),), operator))
             continue
         between = ("converted", target)
         if boundary.side == "in":
-            marks.append(_Expected("boundary", (("input", (Ref(source),)),), ((between, entering),), operator))
+            marks.append(Expected("boundary", (("input", (Ref(source),)),), ((between, entering),), operator))
             changes.append(_conversion(conversion, between, (target, after), operator))
         else:
             changes.append(_conversion(conversion, Ref(source), (between, after), operator))
-            marks.append(_Expected("boundary", (("input", (between,)),), ((target, after),), operator))
+            marks.append(Expected("boundary", (("input", (between,)),), ((target, after),), operator))
     yield from [*marks, *changes] if crossed[0].boundary and crossed[0].boundary.side == "in" else [*changes, *marks]
 
 
-def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) -> Iterator[_Expected]:
+def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) -> Iterator[Expected]:
     """A parallel implementation: the operator or its primitive, what it does with the ranks' sum, its bias."""
     entry = use.implementation
     (target, shape) = shapes[0]
@@ -240,34 +251,34 @@ def _implemented(use: Use, operator: Operator, shapes: Any, solution: Solution) 
         reads = tuple(ref for name in entry.reads for ref in refs(operator.argument(name)))
         maps = _maps(_layout(solution, operator.argument(entry.operand).tensor))
         arguments: tuple[tuple[str, Any], ...] = (("input", reads), ("detail", maps))
-        yield _Expected(f"record:{entry.primitive}", arguments, ((result, shape),), operator)
+        yield Expected(f"record:{entry.primitive}", arguments, ((result, shape),), operator)
     else:
         arguments = tuple((key, None if key == entry.bias_operand else value) for key, value in operator.arguments)
-        yield _Expected(operator.name, arguments, ((result, shape),), operator)
+        yield Expected(operator.name, arguments, ((result, shape),), operator)
     if change is not None:
-        yield _Expected(f"record:{TRANSITIONS[change].name}", (("input", (result,)),), ((total, shape),), operator)
+        yield Expected(f"record:{TRANSITIONS[change].name}", (("input", (result,)),), ((total, shape),), operator)
     if added:
         bias, dtype = solution.graph.tensors[added.tensor], solution.graph.tensors[target].dtype
         if use.output == DEFERRED_SUM:  # it counts once
             once, name = ("once", target), f"record:{TRANSITIONS['I', 'P'].name}"
-            yield _Expected(name, (("input", (added,)),), ((once, bias.shape),), operator)
+            yield Expected(name, (("input", (added,)),), ((once, bias.shape),), operator)
             added = once
         if bias.dtype != dtype:  # under autocast
             cast = ("cast", target)
-            yield _Expected(
+            yield Expected(
                 "aten.to.dtype", (("self", added), ("dtype", f"torch.{dtype}")), ((cast, bias.shape),), operator
             )
             added = cast
-        yield _Expected(
+        yield Expected(
             "aten.add.Tensor", (("self", total), ("other", added), ("alpha", 1)), ((target, shape),), operator
         )
 
 
-def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _Expected:
+def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> Expected:
     """The same operator; positions along a sharded dim are local, arguments that only spell shapes are free."""
     known = record(operator.name)
     if known is None:
-        return _Expected(operator.name, operator.arguments, shapes, operator)
+        return Expected(operator.name, operator.arguments, shapes, operator)
     local: dict[str, Any] = {}
     shares: dict[str, int] = {}
     for name, tensor_name, dim_name in known.positions(operator):
@@ -301,7 +312,7 @@ def _plain(operator: Operator, shapes: Any, solution: Solution, rank: int) -> _E
         )
     tensors = (*operator.inputs, *operator.outputs) if known.sizes else ()
     sharded = any(isinstance(_layout(solution, tensor), Shard) for tensor in tensors)
-    return _Expected(operator.name, arguments, shapes, operator, frozenset(known.sizes if sharded else ()))
+    return Expected(operator.name, arguments, shapes, operator, frozenset(known.sizes if sharded else ()))
 
 
 def _of_rank(argument: Any, owned: Iterable[tuple[int, Ownership]], rank: int) -> tuple[Any, ...]:
@@ -327,7 +338,7 @@ class _Offset:
 
 
 def _difference(
-    expected: _Expected,
+    expected: Expected,
     found: Operator,
     local: Graph,
     original: Graph,
@@ -399,7 +410,7 @@ def _text(value: Any) -> str:
     return "another tensor" if isinstance(value, Ref) else str(value)
 
 
-def _identity_chain(wanted: list[_Expected], start: int, local: Graph, tensors: dict[Any, Any]) -> int | None:
+def _identity_chain(wanted: Sequence[Expected], start: int, local: Graph, tensors: dict[Any, Any]) -> int | None:
     """Where a chain of reshaping operators ends that does nothing locally, and so may be left out there.
 
     Code that repeats key/value heads returns early where each is used once: unsqueeze, expand to no more elements, and
@@ -444,7 +455,7 @@ _REPEATING = ("aten.unsqueeze.default", "aten.expand.default", "aten.reshape.def
 
 
 def _repeats(
-    links: Sequence[_Expected], start: int, local: Graph, tensors: Mapping[Any, Any] | None = None
+    links: Sequence[Expected], start: int, local: Graph, tensors: Mapping[Any, Any] | None = None
 ) -> _Repeated | None:
     """What three operators repeat, if they do so: which code may leave out, or add, for a kernel that takes groups.
 
@@ -479,10 +490,10 @@ def _repeats(
     return None
 
 
-def _as_found(local: Graph, place: int) -> list[_Expected]:
+def _as_found(local: Graph, place: int) -> list[Expected]:
     """The operators of the local trace from a place on that may repeat a dim's indices."""
     return [
-        _Expected(op.name, op.arguments, tuple((tensor, local.tensors[tensor].shape) for tensor in op.outputs), op)
+        Expected(op.name, op.arguments, tuple((tensor, local.tensors[tensor].shape) for tensor in op.outputs), op)
         for op in local.operators[place : place + len(_REPEATING)]
     ]
 
@@ -502,7 +513,7 @@ def _are_grouped(known: Record, found: Operator, local: Graph, *, one_too: bool)
     return False
 
 
-def _reshapes(expected: _Expected) -> bool:
+def _reshapes(expected: Expected) -> bool:
     known = record(expected.name)
     return known is not None and known.reshapes
 

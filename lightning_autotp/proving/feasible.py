@@ -19,6 +19,7 @@ from lightning_autotp.proving.local_sizes import Unlocalizable, find_sizes, in_a
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import with_whole_experts
+from lightning_autotp.solving.few_layers import with_few_layers
 from lightning_autotp.solving.memory_limit import profiles, stored_bytes
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.paths import Ambiguous, seen_paths
@@ -182,23 +183,23 @@ def _with_limit(plan: Plan, search: _Search, options: PlanOptions) -> Plan:
 def _cheaper(divided: _Search, whole: _Search) -> _Search:
     """The search of the cheaper plans: experts are divided along their features, or distributed whole.
 
-    All mixtures of a model are treated alike. Experts whose code cannot be traced cannot be divided; and a user may ask
-    for one or the other, by pins.
+    All mixtures of a model are treated alike, so that few of its layers tell which is cheaper. Experts whose code
+    cannot be traced cannot be divided; and a user may ask for one or the other, by pins.
     """
     names = {name for name in divided.pins if name.rpartition(".")[0] in whole.experts}
     if any(divided.pins[name] is None for name in names):
         return divided
     try:
-        found = whole.first
+        found = whole.of_few_layers.first
     except ValueError:  # pinned along another dim
         return divided
     uses = (use.implementation for use in found.uses.values())
-    if sum(entry.is_module for entry in uses) < len(whole.graph.experts):
+    if sum(entry.is_module for entry in uses) < len(whole.of_few_layers.graph.experts):
         return divided
     if divided.graph.opaque - whole.graph.opaque or any(divided.pins[name] == 0 for name in names):
         return whole
     try:
-        return whole if found.cost < divided.first.cost else divided
+        return whole if found.cost < divided.of_few_layers.first.cost else divided
     except NothingToShard:
         return whole
 
@@ -255,6 +256,14 @@ class _Search:
     def first(self) -> Solution:
         """The cheapest layouts, whether or not they can be carried out."""
         return self._solved(self.pins, self.options.hardware)
+
+    @cached_property
+    def of_few_layers(self) -> _Search:
+        """The search of plans of a model with few of this one's layers."""
+        graph = with_few_layers(self.graph, self.pins)
+        if graph is self.graph:
+            return self
+        return _Search(self.model, graph, self.inputs, self.ranks, self.options, self.proofs, self.experts)
 
     def stored(self, layouts: Mapping[str, Layout] | None = None) -> int:
         """Bytes that the fullest rank stores with these layouts, by parameters' names; with the cheapest ones, else."""

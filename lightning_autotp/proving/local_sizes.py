@@ -25,7 +25,7 @@ from lightning_autotp.layouts.plan import ConversionPlan, Plan, SizePlan
 from lightning_autotp.layouts.types import Shard, local_shape
 from lightning_autotp.operators import Shapes, record
 from lightning_autotp.operators.graph import Operator
-from lightning_autotp.proving.compare import Mismatch, compare
+from lightning_autotp.proving.compare import Expected, Mismatch, compare, localized
 from lightning_autotp.ranks.agreement import made_together
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.plan_from_solution import runs_apart, with_sizes
@@ -70,6 +70,7 @@ def find_sizes(
         Unlocalizable: if no choice of sizes gives the right trace.
     """
     made: dict[int, tuple[Solution, tuple[SizePlan, ...], nn.Module]] = {}
+    written: dict[int, tuple[Solution, list[Expected]]] = {}
 
     def local_model(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> nn.Module:
         """A rank's local model: that of the last trial, if only more attributes are to be local."""
@@ -87,7 +88,9 @@ def find_sizes(
 
     def differences(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> dict[int, Mismatch | None]:
         found = capture_local(local_model(solution, sizes, rank), example_inputs, solution.graph)
-        return {rank: compare(found, solution, rank)}
+        if rank not in written or written[rank][0] is not solution:
+            written[rank] = solution, localized(solution, rank)
+        return {rank: compare(found, solution, rank, written[rank][1])}
 
     search = _Search(model, solution, differences, in_calls=True)
     sizes = search.find(known, _representatives(solution))
