@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import psutil
@@ -20,6 +20,8 @@ from lightning_autotp.planning.meter import Work
 from lightning_autotp.planning.rehearsal import rehearse
 
 _ROUNDS = 7
+_LONGEST = 5.0
+"""Seconds after which calls are not repeated any more: processors without bfloat16 compute it slowly."""
 _MEBIBYTES = 2**20
 _LAYERS = 4
 _TINY = 8
@@ -278,12 +280,12 @@ def _seconds_of(module: nn.Module, x: Tensor, kind: str) -> float:
 
 
 def _seconds(call: Callable[[], Any], kind: str) -> float:
-    """Median seconds of several calls, after a first one; all processes begin together. Collective.
+    """Median seconds of several calls, fewer of long ones, after a first one; all begin together. Collective.
 
     The fastest of them would promise what no step reaches, which is made of hundreds.
     """
-    found = []
-    for _ in range(_ROUNDS + 1):
+    found: list[float] = []
+    while len(found) <= _ROUNDS and (len(found) < 2 or _spent(found, kind) < _LONGEST):
         dist.barrier()
         _wait(kind)
         began = time.perf_counter()
@@ -291,6 +293,13 @@ def _seconds(call: Callable[[], Any], kind: str) -> float:
         _wait(kind)
         found.append(time.perf_counter() - began)
     return statistics.median(found[1:])
+
+
+def _spent(seconds: Sequence[float], kind: str) -> float:
+    """The slowest rank's sum of these. Collective."""
+    spent = torch.tensor(sum(seconds), device=kind)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
 
 
 def _wait(kind: str) -> None:
