@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 from tiny import tiny_config
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import make_plan, recommend
@@ -143,6 +144,26 @@ def test_of_more_rows_products_touch_more_but_for_parameters_and_their_gradients
     assert len(one) == 11
     for small, large in zip(one, several, strict=True):
         assert (small.bytes_of(3), 3 * small.flops) == (large.bytes, large.flops)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv1d(8, 12, 4, padding=3), nn.Conv1d(8, 8, 4, groups=8), nn.ConvTranspose1d(8, 4, 3, groups=2)],
+    ids=["of all channels", "of each channel", "transposed"],
+)
+def test_gradients_of_a_convolution_take_twice_what_it_takes(layer: nn.Module) -> None:
+    class Summed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            total: Tensor = super().forward(x).sum()
+            return total
+
+    batch = {"x": torch.empty(2, 8, 20, requires_grad=True)}
+    work = rehearse(Summed(layer), batch, precision="32-true", optimizer="none").work
+    forward, backward = (one.flops for one in work.ran if one.flops is not None)
+    assert backward == 2 * forward
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.empty(2, 8, 20))
+    assert forward == counter.get_total_flops()
 
 
 def test_an_operator_reaches_what_was_measured_of_it() -> None:
