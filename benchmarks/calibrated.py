@@ -210,7 +210,8 @@ def to_markdown(
         *(f"* {line}" for line in by_model),
         "",
         "*compiled* is predicted as the same code without a compiler, and not ranked: it is not known what one fuses."
-        " *of one process* is the share of one process's step, predicted and measured.",
+        " *of one process* is the share of one process's step, predicted and measured. Nothing that is sent is taken to"
+        " overlap with products, as half of what sequence parallelism sends may.",
         "",
         ON_MEMORY,
     ]

@@ -81,7 +81,7 @@ class Call:
             held = dict(vars(slot))
             if not (PLAIN | {*_SETTINGS}).issuperset(map(type, held.values())):
                 raise NotAgain
-            self.tokens += [value, type(slot), held]
+            self.tokens += [value, type(slot), {name: (type(each), each) for name, each in held.items()}]
             self.slots.append((slot, held))
         else:
             raise NotAgain

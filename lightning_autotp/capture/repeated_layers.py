@@ -534,10 +534,12 @@ class _Recorded:
     def _tells_apart(self, layer: _Layer, number: int, name: str) -> bool:
         """Whether this one's code would have seen another value of a plain attribute in another layer."""
         here, there = (one.state.values.get((number, name)) for one in (self.layer, layer))
+        if here == there:
+            return False
+        if not is_noted(self.layer.modules[number]):
+            return True
         path = self.layer.paths[number]
-        if here == there or (
-            is_noted(self.layer.modules[number]) and name not in self.stretch.noted.of_modules["settings"].get(path, ())
-        ):
+        if name not in self.stretch.noted.of_modules["settings"].get(path, ()):
             return False
         are_places = here == (int, self.layer.place) and there == (int, layer.place)
         return not are_places or (path, name) in self.read
