@@ -211,7 +211,7 @@ def to_markdown(
         "",
         "*compiled* is predicted as the same code without a compiler, and not ranked: it is not known what one fuses."
         " *of one process* is the share of one process's step, predicted and measured. Nothing that is sent is taken to"
-        " overlap with products, as half of what sequence parallelism sends may.",
+        " overlap with products, as sequence parallelism's gathers and sums of the backward pass do.",
         "",
         ON_MEMORY,
     ]
