@@ -137,7 +137,7 @@ def test_tables_of_positions(length: int) -> None:
     graph = capture(Positions(), ids(5, length))
     tables = scaled(graph)
     table = next(tensor for tensor, name in graph.parameters.items() if name == "table")
-    assert tables.bytes[table] == 256 * 64 * 4
+    assert tables.sizes.bytes(table, tables.dims[table]) == 256 * 64 * 4
     # The last token, which the loss leaves out, is a section of its own; one index more or less is no matter.
     widths = {shape[-1]: shape[1] for shape in sizes_of(graph) if len(shape) == 3 and shape[0] == 4}
     assert {64, 112} <= widths.keys()
