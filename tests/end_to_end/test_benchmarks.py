@@ -130,9 +130,9 @@ def test_what_a_layer_sends(tmp_path: Path) -> None:
 
 def test_stages_of_planning() -> None:
     case = planner.Case("gpt2", 2, "n_layer", 2, {"n_embd": 64, "n_head": 4, "vocab_size": 131})
-    seconds = planner.measure(case, 2)
+    seconds = planner.fastest(case, 2, 2)
     assert list(seconds) == list(planner.STAGES)
     assert all(stage.wall > 0 for stage in seconds.values())
     assert planner.total(seconds).wall >= seconds["make_plan"].wall
-    page = planner.to_markdown(("model", "all"), [["gpt2", "1.00 (1.50)"]], planner.recommending(1, "2xH100"))
+    page = planner.to_markdown(("model", "all"), [["gpt2", "1.00 (1.50)"]], planner.recommending(1, "2xH100"), 2)
     assert "| gpt2 | 1.00 (1.50) |" in page
