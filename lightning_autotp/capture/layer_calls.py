@@ -17,8 +17,8 @@ from lightning_autotp.capture.tracer import Storage, Tracer, Tracked
 from lightning_autotp.private.torch_private import FakeTensor, base_of, function_modes, storage_key
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
-_SETTINGS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Classes of torch's own values, each of which is one object."""
+_VALUES = PLAIN.union((torch.dtype, torch.device, torch.layout, torch.memory_format))
+"""Classes of values that never change."""
 
 
 class Call:
@@ -73,13 +73,13 @@ class Call:
             self.tokens.append((kind, _keys(value) if kind is dict else len(value)))
             for item in value.values() if kind is dict else value:
                 self._describe(item)
-        elif kind in PLAIN or kind in _SETTINGS:
+        elif kind in _VALUES:
             self.tokens.append((kind, value))
         elif kind is NotedInt or kind is NotedFloat:
             self.tokens.append((kind, plain(value), value.expression))
         elif (slot := own_slot(value, self.place)) is not None:
             held = dict(vars(slot))
-            if not (PLAIN | {*_SETTINGS}).issuperset(map(type, held.values())):
+            if not _VALUES.issuperset(map(type, held.values())):
                 raise NotAgain
             self.tokens += [value, type(slot), {name: (type(each), each) for name, each in held.items()}]
             self.slots.append((slot, held))
@@ -112,34 +112,27 @@ class Call:
         now = [leaf for value in (*args, *kwargs.values()) for leaf in _all_in(value)]
         return len(now) == len(self.leaves) and all(one is other for one, other in zip(now, self.leaves, strict=True))
 
-    def described(self, result: Any, made: Collection[int]) -> Any:
-        """How to make what it returned again, in another call that is like it.
+    def described(self, result: Any, made: Collection[int]) -> tuple[list[tuple[int, str, Any]], Any]:
+        """How to do again, in another call that is like it, what is seen of it outside.
 
         Args:
             result: what it returned.
             made: the tensors that operators in it have made.
 
-        Raises:
-            NotAgain: if that is not known.
-        """
-        return self._result(result, made, {storage_key(tensor) for tensor in self.tensors})
-
-    def put(self, made: Collection[int]) -> list[tuple[int, str, Any]]:
-        """What it has put into its slots of caches: into which one, as which attribute, and how to make it again.
-
-        Args:
-            made: the tensors that operators in it have made.
+        Returns:
+            What it has put into its slots of caches (which one, as which attribute, and what), and what it returned.
 
         Raises:
             NotAgain: if that is not known.
         """
         taken = {storage_key(tensor) for tensor in self.tensors}
-        return [
-            (at, name, Plain(type(value), value) if type(value) in _SETTINGS else self._result(value, made, taken))
+        put = [
+            (at, name, self._result(value, made, taken))
             for at, (slot, before) in enumerate(self.slots)
             for name, value in vars(slot).items()
             if name not in before or before[name] is not value
         ]
+        return put, self._result(result, made, taken)
 
     def put_again(self, put: Sequence[tuple[int, str, Any]]) -> None:
         """Put into its slots what another call has put into its own."""
@@ -152,7 +145,7 @@ class Call:
             items = tuple(self._result(item, made, taken) for item in (value.values() if kind is dict else value))
             return Container(kind, tuple(key for _, key in _keys(value)) if kind is dict else (), items)
         if not isinstance(value, Tensor):
-            if kind not in PLAIN:
+            if kind not in _VALUES:
                 raise NotAgain
             return Plain(kind, value)
         tracked = self.tracer.tracked(value)

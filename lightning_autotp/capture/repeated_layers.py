@@ -257,7 +257,7 @@ class RepeatedLayers:
                 self._note_tensors(recorded)
                 self._check_asked(tracer.evaluator.asked[asked:], recorded)
                 stretch.counts = dict(tracer.calls.counts[-1])
-                stretch.put, stretch.result = call.put(made), call.described(result, made)
+                stretch.put, stretch.result = call.described(result, made)
         except NotAgain:
             return result, None
         return result, recorded

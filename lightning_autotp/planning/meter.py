@@ -49,8 +49,22 @@ _VALUE = "aten._local_scalar_dense"
 _WHERE = "aten.nonzero"
 _GROUPED = "aten._grouped_mm"
 _QUANTIZED_PRODUCT = "bitsandbytes.gemm_4bit"
-_CONVOLUTION = "aten.convolution_backward"
-_FLOPS = {str(operator): count for operator, count in flop_registry.items()}
+
+
+def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *options: Any, **_: Any) -> float:
+    """Floating-point operations of a convolution's gradients: for its input and for its weight as many as its own.
+
+    torch's counter ignores the groups, and so counts a depthwise convolution as a dense one.
+    """
+    is_transposed, (of_input, of_weight, _bias) = options[4], options[7]
+    summed = x if is_transposed else gradient
+    return 2.0 * summed.numel() * weight[0].numel() * (of_input + of_weight)
+
+
+_FLOPS = {
+    **{str(operator): count for operator, count in flop_registry.items()},
+    "aten.convolution_backward": _convolution_backward,
+}
 
 
 class Ran(NamedTuple):
@@ -394,9 +408,7 @@ class Meter(TorchDispatchMode):
             return
         # The processor's attention, and what adds a product in place, do what others do.
         count = _FLOPS.get(name.removesuffix("_").replace("_for_cpu", ""))
-        if name == _CONVOLUTION:
-            flops = _convolution_backward(*args)
-        elif count is not None:
+        if count is not None:
             flops = float(count(*args, **kwargs, out_val=result))
         elif "grouped_mm" in name:  # rows of several matrices after each other: each meets one of the others
             flops = 2.0 * prod(operands[0].shape[-2:]) * operands[1].shape[-1]
@@ -462,16 +474,6 @@ def _grouped(*operands: Tensor) -> Tensor:
     given = tuple((name, Ref(number)) for number, name in enumerate(names))
     ((shape, _),) = known.results(Shapes(given, (), lambda number: tuple(operands[number].shape)))
     return operands[0].new_empty([int(size) for size in shape])
-
-
-def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *options: Any) -> float:
-    """Floating-point operations of the gradients of a convolution's input and weight, as many as its own for each.
-
-    torch's counter takes channels that are convolved each by itself for ones that all meet.
-    """
-    is_transposed, (of_input, of_weight, _) = options[4], options[7]
-    meets = x if is_transposed else gradient
-    return 2.0 * meets.numel() * weight[0].numel() * (of_input + of_weight)
 
 
 def _product_of_dequantized(

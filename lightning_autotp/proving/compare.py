@@ -91,7 +91,7 @@ def compare(local: Graph, solution: Solution, rank: int, wanted: Sequence[Expect
             return Mismatch(0, None, f"parameter {name} must have the local shape {list(shape)}, it has {list(has)}")
     tensors |= dict(zip(solution.graph.loose(), local.loose(), strict=False))
     repeated: dict[Any, _Repeated] = {}
-    wanted = localized(solution, rank) if wanted is None else wanted
+    wanted = list(localized(solution, rank)) if wanted is None else wanted
     position = place = 0
     doubted: dict[int, Mismatch] = {}  # by places: what is left out there, or else is the operator that is at fault
     while position < len(wanted):
@@ -145,12 +145,8 @@ def cut_differently(metas: Mapping[str, ParameterMeta], solution: Solution) -> M
     return None
 
 
-def localized(solution: Solution, rank: int) -> list[Expected]:
+def localized(solution: Solution, rank: int) -> Iterator[Expected]:
     """The operators of the original graph as this rank must run them, with the primitives in their places."""
-    return list(_localized(solution, rank))
-
-
-def _localized(solution: Solution, rank: int) -> Iterator[Expected]:
     conversions = {change.boundary: change for change in solution.conversions}
     for crossing, members in groupby(enumerate(solution.graph.operators), key=lambda item: _crossing(item[1])):
         if crossing is not None:

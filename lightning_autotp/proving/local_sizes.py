@@ -89,7 +89,7 @@ def find_sizes(
     def differences(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> dict[int, Mismatch | None]:
         found = capture_local(local_model(solution, sizes, rank), example_inputs, solution.graph)
         if rank not in written or written[rank][0] is not solution:
-            written[rank] = solution, localized(solution, rank)
+            written[rank] = solution, list(localized(solution, rank))
         return {rank: compare(found, solution, rank, written[rank][1])}
 
     search = _Search(model, solution, differences, in_calls=True)

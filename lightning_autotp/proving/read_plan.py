@@ -160,7 +160,7 @@ def _other_model(plan: Plan, graph: Graph) -> str:
         if module not in theirs:
             return f"{who} runs here, which the plan does not know"
         if theirs[module] != ours[module]:
-            here = graph.device.partition(":")[0]
+            here = device_kind(graph.device)
             on = f", which was traced as on {plan.traced_on} and is here as on {here}" if plan.traced_on != here else ""
             return f"the code of {who} runs other operators than when the plan was made{on}"
     return ""

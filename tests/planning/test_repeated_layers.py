@@ -443,6 +443,12 @@ def into_its_own(block: Any, x: Tensor, cache: Any) -> Tensor:
     return keys[:, 0] + cache.layers[block.number].values[:, 0]
 
 
+def and_out_of_the_layer(block: Any, x: Tensor, cache: Any) -> Tensor:
+    x = x if x.dim() == 4 else x[:, None]
+    keys: Tensor = cache.update(x, x, block.number)[0]
+    return keys
+
+
 def into_another(block: Any, x: Tensor, cache: Any) -> Tensor:
     return cache.update(x[:, None], x[:, None], block.next_one)[0][:, 0]
 
@@ -479,6 +485,7 @@ CONFIG = {"config": LlamaConfig(num_hidden_layers=7)}
     [
         (into_its_own, CONFIG, 4),
         (into_its_own, {}, 0),  # whose parts are made one after the other
+        (and_out_of_the_layer, CONFIG, 0),  # then two share one memory
         (into_another, CONFIG, 0), (into_one_of_a_variable, CONFIG, 0), (and_into_a_list, CONFIG, 0),
         (and_into_a_list_on_the_same_line, CONFIG, 0), (and_into_a_product, CONFIG, 0),
         (into_one_it_asks_for, CONFIG, 0),
