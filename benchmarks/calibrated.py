@@ -93,6 +93,7 @@ def typical(found: Sequence[Machine]) -> Machine:
         "link_bandwidth",
         "latency",
         "all_reduce_passes",
+        "overlap",
     )
     mean: dict[str, Any] = {name: statistics.fmean(getattr(machine, name) for machine in found) for name in names}
     for name in ("product_rates_bf16", "product_rates_fp32", "operator_rates_bf16", "operator_rates_fp32"):

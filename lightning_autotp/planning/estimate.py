@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 
 from lightning_autotp.planning.machines import Machine
-from lightning_autotp.planning.meter import Label, Ran
+from lightning_autotp.planning.meter import Label, Ran, Sent
 from lightning_autotp.planning.rehearsal import Rehearsal
 
 LAUNCH = 4e-6
@@ -75,13 +75,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step, by kind. Nothing is taken to overlap but FSDP2's collectives and what it fetches.
+    """Seconds of an optimizer step, by kind.
+
+    Collectives are hidden as far as something is computed before they are waited for: products behind those of tensor
+    parallelism, anything behind FSDP2's. What both take of a GPU slows them down (:attr:`Machine.overlap`).
 
     Attributes:
         products: matrix products and attention.
         others: all other operators of the forward and backward pass, by the bytes that they move, and what starting
             operators adds.
-        tensor_parallel: collectives between the ranks of a copy.
+        tensor_parallel: what of the collectives between the ranks of a copy does not hide behind products.
         copies: what of FSDP2's collectives within a node does not hide behind the rest.
         network: likewise, of those between nodes.
         host: what of the copies to host memory and from there does not hide, and adding to gradients that are there.
@@ -176,6 +179,12 @@ def moving_time(machine: Machine, name: str, moved: float, in_bf16: bool) -> flo
     return moved / (machine.operator_rate(name, in_bf16) or machine.memory_bandwidth)
 
 
+def exposed_time(machine: Machine, sent: Sent, ranks: int, rows: int, in_bf16: bool) -> float:
+    """Seconds of a collective between so many tensor-parallel ranks that do not hide behind products."""
+    seconds = machine.between(ranks).collective(sent.ran.collective, sent.ran.bytes_of(rows), ranks)
+    return machine.exposed(seconds, sum(product_time(machine, one, rows, in_bf16) for one in sent.beside))
+
+
 def step_time(
     rehearsal: Rehearsal,
     machine: Machine,
@@ -214,9 +223,8 @@ def step_time(
     started = len(work.ran) * (machine.operator_overhead or 0.0)
     # A GPU computes while the next operators are started, and waits where these take longer.
     others = others + started if machine.device == "cpu" else max(others, started - products)
-    within = machine.between(ranks)
     tensor_parallel = sum(
-        count * within.collective(one.collective, one.bytes_of(rows), ranks) for one, count in work.collectives.items()
+        count * exposed_time(machine, sent, ranks, rows, in_bf16) for sent, count in work.collectives.items()
     )
     shards = copies // replicas
     moved = rehearsal.update_work.others
@@ -238,7 +246,7 @@ def step_time(
         sums += of_replicas
         # Gradients that go to the host are waited for, so nothing runs behind their sums.
         hidden, seen = (gathers, sums) if cpu_offload else (gathers + sums, 0.0)
-        all_seen = passes * (max(0.0, hidden - per_pass) + seen)
+        all_seen = passes * (machine.exposed(hidden, per_pass) + seen)
         exposed, between_nodes = (1 - share) * all_seen, share * all_seen
         # Behind the first gather and the last reduction there is nothing.
         first = among.collective("all_gather", rehearsal.rest + rehearsal.block - rehearsal.block_casts, shards)

@@ -37,6 +37,8 @@ class Machine:
         link_bandwidth: bytes per second and direction between GPUs of a node.
         latency: seconds of a small collective in a node.
         all_reduce_passes: how often an all-reduced byte crosses a link of a node (1 in a switch, 2 in a ring).
+        overlap: the share of a collective's time that is hidden while the same GPU computes. The rest is by what each
+            slows down the other.
         network_bandwidth: bytes per second and direction of each GPU to other nodes.
         network_latency: seconds of a small collective between nodes.
         host_memory: bytes of a node's own memory; ``None`` where it is not known, as the next ones.
@@ -65,6 +67,7 @@ class Machine:
     link_bandwidth: float
     latency: float
     all_reduce_passes: float
+    overlap: float
     network_bandwidth: float
     network_latency: float
     host_memory: float | None = None
@@ -95,11 +98,13 @@ class Machine:
             raise ValueError(f"the machine {str(file)!r} has other entries than needed: look at {sorted(missing)}")
         if (device := data.get("device", "cuda")) not in ("cuda", "cpu"):
             raise ValueError(f"the machine {str(file)!r}: device must be cuda or cpu, not {device!r}")
-        others = {"name", "device", *_RATES, *_NAMED_RATES}
+        others = {"name", "device", "overlap", *_RATES, *_NAMED_RATES}
         positive = {key: value for key, value in data.items() if key not in others and value is not None}
         wrong = [key for key, value in positive.items() if not _is_positive(value)]
         if wrong:
             raise ValueError(f"the machine {str(file)!r}: {', '.join(wrong)} must be positive numbers, as 3.0e+9")
+        if not (data["overlap"] == 0 or _is_positive(data["overlap"])) or data["overlap"] > 1:
+            raise ValueError(f"the machine {str(file)!r}: overlap must be from 0 to 1")
         rates = {key: data[key] for key in sorted(_RATES & given)}
         if wrong := [key for key, value in rates.items() if not _are_rates(value)]:
             raise ValueError(
@@ -170,6 +175,10 @@ class Machine:
             latency=self.network_latency,
             all_reduce_passes=2.0,
         )
+
+    def exposed(self, sent: float, computed: float) -> float:
+        """What of so many seconds of collectives does not hide behind so many of computing."""
+        return sent - self.overlap * min(sent, computed)
 
     @property
     def unknown_of_host(self) -> list[str]:

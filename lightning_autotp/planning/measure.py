@@ -240,7 +240,26 @@ def _between(kind: str, ranks: int) -> dict[str, float]:
         # Ranks that compute are never all ready at once, and wait for each other.
         "latency": max(latency, products_between(lambda: dist.all_reduce(small)) - products_between(lambda: None)),
         "all_reduce_passes": max(reduced - latency, 1e-9) * link / sent,
+        "overlap": _overlap(moved, reduced, factor, kind),
     }
+
+
+def _overlap(sent: Tensor, seconds: float, factor: Tensor, kind: str) -> float:
+    """The share of an all-reduce, which takes so many seconds, that is hidden while products take about as long."""
+    count = max(1, round(seconds / _seconds(lambda: torch.mm(factor, factor), kind)))
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(factor, factor)
+
+    def both() -> None:
+        sending = dist.all_reduce(sent, async_op=True)
+        compute()
+        sending.wait()
+
+    computed = _seconds(compute, kind)
+    hidden = seconds + computed - _seconds(both, kind)
+    return min(1.0, max(0.0, hidden / min(seconds, computed)))
 
 
 def _large(kind: str, ranks: int) -> Tensor:

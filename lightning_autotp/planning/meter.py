@@ -41,8 +41,9 @@ _COLLECTIVES: dict[str, Collective] = {
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
 }
-FUNCTIONAL = [f"{name}.default" for name in (*_COLLECTIVES, "_c10d_functional.wait_tensor")]
-"""Operators that communicate. Each makes a tensor of its own, on fake ones waiting for another, too."""
+FUNCTIONAL = [f"{name}.default" for name in _COLLECTIVES]
+"""Operators that communicate. Each makes a tensor of its own."""
+_WAIT = "_c10d_functional.wait_tensor"
 _DEVICE = torch.ops.prim.device.default
 _CAST = "aten._to_copy"
 _VALUE = "aten._local_scalar_dense"
@@ -79,6 +80,7 @@ class Ran(NamedTuple):
         fixed: those of the bytes that are the same for any batch: of parameters, of what is computed from them alone,
             of their gradients.
         is_host_copy: whether it copies to host memory, or from there.
+        meanwhile: of a collective: how many of the operators that follow it run before it is waited for.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Ran(NamedTuple):
     collective: Collective | Literal[""] = ""
     fixed: int = 0
     is_host_copy: bool = False
+    meanwhile: int = 0
 
     @property
     def is_other(self) -> bool:
@@ -134,14 +137,32 @@ class Work:
         return Others.of(one for one in self.ran if one.is_host_copy)
 
     @cached_property
-    def collectives(self) -> Counter[Ran]:
-        """How often each collective ran, wherever that was."""
-        return Counter(one._replace(place="") for one in self.ran if one.collective)
+    def collectives(self) -> Counter[Sent]:
+        """How often each collective ran beside the same products, wherever that was."""
+        return Counter(self.sent(number) for number, one in enumerate(self.ran) if one.collective)
+
+    def sent(self, number: int) -> Sent:
+        """The collective that ran as the operator of this number."""
+        one = self.ran[number]
+        beside = self.ran[number + 1 : number + 1 + one.meanwhile]
+        return Sent(one._replace(place=""), tuple(each._replace(place="") for each in beside if each.flops is not None))
 
     @property
     def flops(self) -> float:
         """Floating-point operations of all products."""
         return sum((one.flops or 0.0) * count for one, count in self.products.items())
+
+
+class Sent(NamedTuple):
+    """A collective.
+
+    Attributes:
+        ran: itself.
+        beside: the products that are computed before it is waited for.
+    """
+
+    ran: Ran
+    beside: tuple[Ran, ...]
 
 
 class Moment(NamedTuple):
@@ -263,6 +284,7 @@ class Meter(TorchDispatchMode):
         self._gathered: set[torch.Size] = set()  # shapes of parameters that were
         # By the memory of a product's result, also in another dtype: which of what ran it is, and the bytes of that.
         self._products: dict[int, tuple[int, int]] = {}
+        self._under_way: dict[int, int] = {}  # by the memory of a collective's result: which of what ran it is
         self.begun: list[tuple[str, Moment]] = []
         self.left: dict[str, Moment] = {}
         self.turned: dict[str, Moment] = {}
@@ -359,6 +381,9 @@ class Meter(TorchDispatchMode):
         name = _name(func)
         if name == _VALUE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
             return True  # checks of the batch: whether all of it is valid
+        if name == _WAIT:
+            self._waited(args[0])
+            return args[0] if isinstance(args[0], FakeTensor) else func(*args)
         if name == _WHERE and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
             return args[0].new_empty((ceil(self._chosen * args[0].numel()), args[0].dim()), dtype=torch.long)
         if name == _QUANTIZED_PRODUCT and isinstance(args[0], FakeTensor):
@@ -404,6 +429,7 @@ class Meter(TorchDispatchMode):
             if of_parameters:
                 self._gathered.add(whole.shape)
             size = whole.numel() * whole.itemsize
+            self._under_way[storage_key(results[0])] = len(self.work.ran)
             self.work.ran.append(ran(size, collective=kind, fixed=size if whole.shape in self._gathered else 0))
             return
         # The processor's attention, and what adds a product in place, do what others do.
@@ -423,6 +449,11 @@ class Meter(TorchDispatchMode):
         self._products |= {storage_key(leaf): (len(self.work.ran), size) for leaf in results}
         self.work.ran.append(ran(moved, flops, fixed=fixed))
 
+    def _waited(self, tensor: Tensor) -> None:
+        number = self._under_way.pop(storage_key(tensor), None)
+        if number is not None:
+            self.work.ran[number] = self.work.ran[number]._replace(meanwhile=len(self.work.ran) - number - 1)
+
     def _label(self, tensor: Tensor) -> Label | None:
         known = self._alive.get(storage_key(tensor))
         return None if known is None else known[0]
@@ -438,6 +469,7 @@ class Meter(TorchDispatchMode):
     def _end(self, key: int, _: Any) -> None:
         label, size, _, made = self._alive.pop(key)
         self._products.pop(key, None)
+        self._under_way.pop(key, None)
         self._change(label, -size, made)
 
     def _change(self, label: Label, size: int, made: int) -> None:

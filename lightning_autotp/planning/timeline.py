@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
 
-from lightning_autotp.planning.estimate import moving_time, product_time, step_time
+from lightning_autotp.planning.estimate import exposed_time, moving_time, product_time, step_time
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.meter import Ran
 from lightning_autotp.planning.rehearsal import Rehearsal
@@ -42,10 +42,11 @@ class Span:
 def timeline(
     rehearsal: Rehearsal, machine: Machine, ranks: int, *, in_bf16: bool = True, rows: int = 1
 ) -> tuple[Span, ...]:
-    """Every operator of one step of one copy, after each other, as nothing is taken to overlap.
+    """Every operator of one step of one copy, after each other.
 
-    The spans of each kind together are as long as :func:`~lightning_autotp.planning.estimate.step_time` says: operators
-    that only move memory share their time by what each takes to move its bytes.
+    A collective is as long as what of it does not hide behind products. The spans of each kind together are as long as
+    :func:`~lightning_autotp.planning.estimate.step_time` says: operators that only move memory share their time by what
+    each takes to move its bytes.
 
     Args:
         rehearsal: of one row, on one of ``ranks``.
@@ -55,7 +56,7 @@ def timeline(
         rows: of a forward pass.
     """
     total = step_time(rehearsal, machine, ranks, in_bf16=in_bf16, rows=rows)
-    work, within = rehearsal.work, machine.between(ranks)
+    work = rehearsal.work
 
     def moving(ran: Ran) -> float:
         """What an operator takes to move its bytes, if it does nothing else."""
@@ -63,11 +64,11 @@ def timeline(
 
     moving_in_all = sum(map(moving, work.ran))
 
-    def seconds(ran: Ran) -> float:
+    def seconds(number: int, ran: Ran) -> float:
         if ran.flops is not None:
             return product_time(machine, ran, rows, in_bf16)
         if ran.collective:
-            return within.collective(ran.collective, ran.bytes_of(rows), ranks)
+            return exposed_time(machine, work.sent(number), ranks, rows, in_bf16)
         return total.others * moving(ran) / max(moving_in_all, 1e-30)
 
     spans: list[Span] = []
@@ -75,7 +76,7 @@ def timeline(
     for number, ran in enumerate(work.ran):
         phase: Phase = "forward" if number < rehearsal.forward else "backward"
         kind: WorkKind = "products" if ran.flops is not None else "tensor_parallel" if ran.collective else "others"
-        spans.append(Span(ran.name, ran.place, phase, kind, now, seconds(ran)))
+        spans.append(Span(ran.name, ran.place, phase, kind, now, seconds(number, ran)))
         now += spans[-1].seconds
     return (*spans, Span("optimizer step", "", "update", "update", now, total.update))
 

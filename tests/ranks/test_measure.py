@@ -16,7 +16,7 @@ from lightning_autotp.planning import measure as measuring
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.measure import measure
 
-LATENCY, LINK, PASSES = 1e-3, 2e9, 1.5
+LATENCY, LINK, PASSES, OVERLAP = 1e-3, 2e9, 1.5, 0.75
 
 
 def figures_of_synthetic_times(rank: int, size: int) -> tuple[dict[str, float], set[str]]:
@@ -25,9 +25,9 @@ def figures_of_synthetic_times(rank: int, size: int) -> tuple[dict[str, float], 
     def noted(name: str) -> Callable[..., Any]:
         send = getattr(dist, name)
 
-        def call(*tensors: Any) -> Any:
-            timed.append((name, max(tensor.nbytes for tensor in tensors)))
-            return send(*tensors)
+        def call(*tensors: Any, async_op: bool = False) -> Any:
+            timed.append((f"begun {name}" if async_op else name, max(tensor.nbytes for tensor in tensors)))
+            return send(*tensors, async_op=async_op)
 
         return call
 
@@ -35,8 +35,10 @@ def figures_of_synthetic_times(rank: int, size: int) -> tuple[dict[str, float], 
         timed.append(("other", 0))
         call()
         name, bytes_of = timed[-1]
+        beside = (1 - OVERLAP) * LATENCY if name.startswith("begun ") else 0.0  # what is computed takes LATENCY alone
+        name = name.removeprefix("begun ")
         crossed = {"all_reduce": PASSES, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 1.5}.get(name, 0.0)
-        return LATENCY + (crossed * (size - 1) / size * bytes_of / LINK if bytes_of > 1024 else 0.0)
+        return LATENCY + beside + (crossed * (size - 1) / size * bytes_of / LINK if bytes_of > 1024 else 0.0)
 
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
     collectives = mock.patch.multiple(dist, **{name: noted(name) for name in names})
@@ -47,10 +49,11 @@ def figures_of_synthetic_times(rank: int, size: int) -> tuple[dict[str, float], 
 
 def test_links_are_what_gathers_and_scatters_reach_and_an_all_reduce_takes_so_many_passes() -> None:
     for figures, timed in run_ranks(figures_of_synthetic_times, 3):
-        assert timed == {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "other"}
+        assert timed == {"all_reduce", "begun all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "other"}
         assert figures["latency"] == LATENCY
         assert figures["link_bandwidth"] == pytest.approx(LINK, rel=1e-4)
         assert figures["all_reduce_passes"] == pytest.approx(PASSES, rel=1e-4)
+        assert figures["overlap"] == pytest.approx(OVERLAP)
 
 
 def check_planned_for(file: Path, printed: str) -> Machine:
@@ -91,6 +94,7 @@ def test_two_processes_measure_a_machine_that_can_be_planned_for(
     # A gather takes longer than a small all-reduce, and products more than none, whatever else the processor does.
     assert 1e6 < machine.link_bandwidth < 1e12
     assert 0.1 < machine.all_reduce_passes < 100
+    assert 0 <= machine.overlap <= 1
     assert machine.profile.collective("all_gather", 2**26, 2) > machine.latency > 0
 
 

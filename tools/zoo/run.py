@@ -104,6 +104,7 @@ class Ranks:
         verdict.no_eval = worst["no_eval"]
         verdict.gradient_error, verdict.worst = worst["gradient_error"], worst["worst"]
         verdict.unused, verdict.precision = worst["unused"], worst["precision"]
+        verdict.compared = worst["compared"]
         verdict.counted = worst["counted"]
         verdict.outcome, verdict.reason = ("wrong", worst["wrong"]) if worst["wrong"] else ("parity", "")
         return verdict

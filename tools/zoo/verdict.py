@@ -57,6 +57,7 @@ class Verdict:
         least: the fewest known for such a layer; 0 where none is (convolutional stages, sequence parallelism).
         other_collectives: gathers and scatters per layer in forward.
         precision: bits of the numbers that were compared: 32, or 64 where 32 could not tell.
+        compared: gradients that are so large that a difference out of tolerance is none of rounding.
         loss_error: the largest relative difference of a loss: of the step, of a second one, and in eval mode.
         gradient_error: largest difference of a gradient, relative to the largest element of its tensor.
         worst: the parameter with that gradient.
@@ -80,6 +81,7 @@ class Verdict:
     least: float = 0.0
     other_collectives: float = 0.0
     precision: int = 32
+    compared: int = 0
     loss_error: float = 0.0
     gradient_error: float = 0.0
     worst: str = ""
