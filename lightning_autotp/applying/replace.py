@@ -239,6 +239,13 @@ def set_size(model: nn.Module, size: SizePlan, value: int) -> None:
     setattr(owner, name, value)
 
 
+def reset_size(model: nn.Module, size: SizePlan) -> None:
+    """Undo :func:`set_size`."""
+    module = model.get_submodule(size.module)
+    head, _, name = size.attribute.rpartition(".")
+    setattr(getattr(module, head) if head else module, name, size.whole)
+
+
 def _show_whole(module: nn.Module, conversion: ConversionPlan) -> None:
     """Let the layer whose output is shown whole leave it uncomputed if it can; it shows what its weight is."""
     compute_when_needed(module)

@@ -18,7 +18,7 @@ from itertools import combinations, product
 
 from torch import nn
 
-from lightning_autotp.applying.replace import BoundaryConversion, apply_plan, hook_boundary, set_size
+from lightning_autotp.applying.replace import BoundaryConversion, apply_plan, hook_boundary, reset_size, set_size
 from lightning_autotp.capture.capture import ExampleCall, capture_local, meta_copy
 from lightning_autotp.layouts.places import Boundary, CallSite
 from lightning_autotp.layouts.plan import ConversionPlan, Plan, SizePlan
@@ -73,11 +73,13 @@ def find_sizes(
     written: dict[int, tuple[Solution, list[Expected]]] = {}
 
     def local_model(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> nn.Module:
-        """A rank's local model: that of the last trial, if only more attributes are to be local."""
+        """A rank's local model: that of the last trial, if only other attributes are to be local."""
         of, before, local = made.get(rank, (None, (), model))
-        more = sizes[len(before) :]
-        if of is solution and sizes[: len(before)] == before and all(size.call is None for size in more):
-            for size in more:
+        less, more = dict.fromkeys(before), dict.fromkeys(sizes)
+        if of is solution and all(size.call is None for size in less.keys() ^ more.keys()):
+            for size in less.keys() - more.keys():
+                reset_size(local, size)
+            for size in more.keys() - less.keys():
                 set_size(local, size, size.local[rank])
         else:
             local = meta_copy(model)
@@ -317,12 +319,20 @@ class _Search:
         return _sharded_lengths(operators, self.solution, outputs_only=outputs_only)
 
     def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
-        """Integers of a module there that equal a sharded length in it, made local in every module like it."""
+        """Integers of a module there that equal a sharded length in it, made local in every module like it.
+
+        Each by itself, then all of them together: code may go on with their ratio, which only all of them keep.
+        """
         yield from self._sections(mismatch, sizes)
         first = self._lengths([mismatch.operator] if mismatch.operator is not None else [])
         for path in _running(mismatch):
+            changes: dict[str, tuple[SizePlan, ...]] = {}
             for whole, local in first | self.lengths.get(path, {}):
-                yield from self._attributes(path, whole, local, sizes)
+                for change in self._attributes(path, whole, local, sizes):
+                    yield change
+                    changes.setdefault(change[0].attribute, change)
+            if len(changes) > 1:
+                yield tuple(size for change in changes.values() for size in change)
         if self.in_calls:
             yield from self._literals(mismatch, sizes)
 

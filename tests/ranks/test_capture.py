@@ -544,6 +544,29 @@ def test_a_size_read_before_the_first_child_is_made_local() -> None:
     assert plan.sharded_fraction > 0.9
 
 
+class Grouped(nn.Module):
+    """Features in groups of heads: the code has the numbers of both, and goes on with how many heads a group has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.groups = 8, 4
+        self.project, self.scale, self.merge = nn.Linear(16, 8 * 4), nn.Linear(16, 8), nn.Linear(8 * 4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = *x.shape[:-1], self.groups, self.heads // self.groups
+        scaled = self.project(x).view(*shape, 4).softmax(-1) * self.scale(x).view(*shape, 1)
+        return self.merge(scaled.flatten(-3))
+
+
+def test_numbers_of_which_code_takes_a_ratio_are_made_local_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counted_traces(monkeypatch)
+    plan, _ = make_plan(nn.Sequential(Grouped()), 4, example_inputs=torch.zeros(3, 16))
+    local = {(size.module, size.attribute, size.local, size.call) for size in plan.sizes}
+    assert local == {("0", "heads", (2,) * 4, None), ("0", "groups", (1,) * 4, None)}
+    assert plan.sharded_fraction > 0.9
+    assert len(made) == 4  # with none, each by itself, both
+
+
 def test_a_search_for_sizes_that_gets_nowhere_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(localize, "_PATIENCE", -1)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Checked(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
