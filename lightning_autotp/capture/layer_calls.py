@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -11,10 +12,17 @@ from torch import Tensor
 
 from lightning_autotp.capture.attribute_reads import PLAIN
 from lightning_autotp.capture.cache_slots import own_slot
-from lightning_autotp.capture.noted_numbers import NotedFloat, NotedInt, plain
-from lightning_autotp.capture.stretches import Container, Given, Made, Marked, NotAgain, Plain
+from lightning_autotp.capture.noted_numbers import NotedFloat, NotedInt, Notes, plain
+from lightning_autotp.capture.static_values import NoValue
+from lightning_autotp.capture.stretches import Container, Counted, Given, Made, Marked, NotAgain, Plain, Seen
 from lightning_autotp.capture.tracer import Storage, Tracer, Tracked
-from lightning_autotp.private.torch_private import FakeTensor, base_of, function_modes, storage_key
+from lightning_autotp.private.torch_private import (
+    FakeTensor,
+    base_of,
+    function_modes,
+    storage_key,
+    unset_fake_temporarily,
+)
 from lightning_autotp.ranks.random_numbers import are_own_numbers_noted
 
 _VALUES = PLAIN.union((torch.dtype, torch.device, torch.layout, torch.memory_format))
@@ -26,6 +34,7 @@ class Call:
 
     Args:
         tracer: what the layer runs under.
+        notes: what code asks of numbers there.
         of_tensors: names of the attributes that every tensor of the trace has.
         args: its arguments.
         kwargs: those that are given by name.
@@ -41,8 +50,10 @@ class Call:
         NotAgain: if more may matter than can be told.
     """
 
-    def __init__(self, tracer: Tracer, of_tensors: Set[str], args: Any, kwargs: Any, place: int | None) -> None:
-        self.tracer, self.of_tensors, self.place = tracer, of_tensors, place
+    def __init__(
+        self, tracer: Tracer, notes: Notes, of_tensors: Set[str], args: Any, kwargs: Any, place: int | None
+    ) -> None:
+        self.tracer, self.notes, self.of_tensors, self.place = tracer, notes, of_tensors, place
         self.slots: list[tuple[Any, dict[str, Any]]] = []
         self.leaves: list[Any] = []
         self.tensors: list[Tensor] = []
@@ -79,15 +90,23 @@ class Call:
             self.tokens.append((kind, plain(value), value.expression))
         elif (slot := own_slot(value, self.place)) is not None:
             held = dict(vars(slot))
-            if not _VALUES.issuperset(map(type, held.values())):
-                raise NotAgain
-            self.tokens += [value, type(slot), {name: (type(each), each) for name, each in held.items()}]
+            self.tokens += [value, type(slot), tuple(held)]
+            for each in held.values():
+                self._describe_in_slot(each)
             self.slots.append((slot, held))
         else:
             raise NotAgain
         self.leaves.append(value)
 
-    def _describe_tensor(self, tensor: Tensor) -> None:
+    def _describe_in_slot(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._describe_tensor(value, is_in_slot=True)
+        elif type(value) in _VALUES:
+            self.tokens.append((type(value), value))
+        else:
+            raise NotAgain
+
+    def _describe_tensor(self, tensor: Tensor, is_in_slot: bool = False) -> None:
         again = next((at for at, other in enumerate(self.tensors) if other is tensor), None)
         if again is not None:
             self.tokens.append(("again", again))
@@ -97,7 +116,9 @@ class Call:
             raise NotAgain
         number, begun = tracked.value.tensor, self.tracer.begun[-1]
         info = self.tracer.graph.tensors[number]
-        if number < begun:  # then it is the same one
+        if is_in_slot:  # then each layer has one of its own
+            self.tokens.append(self._single_value(number))
+        elif number < begun:  # then it is the same one
             self.tokens.append(number)
         else:  # it was made for this call: where it is marked, say
             self.tokens.append(("new", number - begun, _memory_of(tracked) if info.is_static else None))
@@ -106,6 +127,21 @@ class Call:
         self.tokens += [type(tensor), *_metadata(tensor), info, sharing]
         self.tensors.append(tensor)
         self.numbers.append(number)
+
+    def _single_value(self, tensor: int) -> Any:
+        """The value of a static tensor of one element.
+
+        Raises:
+            NotAgain: if it is none, or its value is not known.
+        """
+        info = self.tracer.graph.tensors[tensor]
+        if not info.is_static or prod(info.shape) != 1:
+            raise NotAgain
+        try:
+            with self.tracer.pause(), unset_fake_temporarily():
+                return self.tracer.evaluator.value(tensor).item()
+        except NoValue:
+            raise NotAgain from None
 
     def is_given(self, args: Any, kwargs: Any) -> bool:
         """Whether its arguments hold what they held before it."""
@@ -144,6 +180,8 @@ class Call:
         if kind is tuple or kind is list or kind is dict:
             items = tuple(self._result(item, made, taken) for item in (value.values() if kind is dict else value))
             return Container(kind, tuple(key for _, key in _keys(value)) if kind is dict else (), items)
+        if kind is NotedInt or kind is NotedFloat:
+            return Counted(plain(value), value.expression, value.size)
         if not isinstance(value, Tensor):
             if kind not in _VALUES:
                 raise NotAgain
@@ -161,19 +199,16 @@ class Call:
         taken.add(memory)
         storage = None if tracked.storage is None else replace(tracked.storage, pending=[])
         kept = replace(tracked, storage=storage)
-        return Made(
-            tuple(value.shape), value.stride(), value.dtype, value.requires_grad, base_of(value) is not None, kept
-        )
+        seen = None if base_of(value) is None else Seen(_elements(value), int(value.storage_offset()))
+        return Made(tuple(value.shape), value.stride(), value.dtype, value.requires_grad, seen, kept)
 
     def _is_plain(self, value: Tensor) -> bool:
-        """Whether a tensor is all of its memory, and nothing else is to be said of it."""
+        """Whether a tensor is all of its memory or a view of it, and nothing else is to be said of it."""
         return (
             _is_bare(value, self.of_tensors)
-            and value.storage_offset() == 0
-            and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            and (base_of(value) is not None or (value.storage_offset() == 0 and _elements(value) == value.numel()))
             and not (value.is_conj() or value.is_neg())
             and not (value.requires_grad and (value.is_leaf or not torch.is_grad_enabled()))
-            and (value.is_contiguous() or base_of(value) is None)
         )
 
     def made(self, result: Any) -> Any:
@@ -183,6 +218,8 @@ class Call:
             return dict(zip(result.keys, items, strict=True)) if result.kind is dict else result.kind(items)
         if isinstance(result, Plain):
             return result.value
+        if isinstance(result, Counted):
+            return self.notes.again(*result)
         if isinstance(result, Given):
             return self.tensors[result.at]
         return self._marked(result) if isinstance(result, Marked) else self._new(result)
@@ -201,12 +238,14 @@ class Call:
 
     def _new(self, result: Made) -> Tensor:
         with self.tracer.pause():
-            device = self.tracer.device
-            made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=device)
+            if result.seen is None:
+                made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=self.tracer.device)
+            else:
+                made = torch.empty(result.seen.elements, dtype=result.dtype, device=self.tracer.device)
             if result.requires_grad:
                 made = made.requires_grad_().clone()
-            if result.is_view:
-                made = made.view(result.shape)
+            if result.seen is not None:
+                made = made.as_strided(result.shape, result.stride, result.seen.offset)
         self.tracer.keep_as(made, result.tracked)
         return made
 
@@ -228,6 +267,11 @@ def _all_in(value: Any) -> Iterator[Any]:
         for item in value.values() if type(value) is dict else value:
             yield from _all_in(item)
     yield value
+
+
+def _elements(tensor: Tensor) -> int:
+    """Of all its memory."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 def _is_bare(tensor: Tensor, of_tensors: Set[str]) -> bool:

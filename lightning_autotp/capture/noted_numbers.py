@@ -71,6 +71,10 @@ class Notes:
         """The shape of a trace's tensor, noted."""
         return torch.Size([_noted(size, Question(OF_TENSOR, (tensor, dim)), 1, self) for dim, size in enumerate(shape)])
 
+    def again(self, value: Number, expression: Question | str, size: int) -> Number:
+        """A number that is noted as one was before."""
+        return _noted(value, expression, size, self)
+
     def counting(self, value: Any) -> Any:
         """An object in which code counts its calls, say: its integers are noted like sizes that grow."""
         for name, count in getattr(value, "__dict__", {}).items():

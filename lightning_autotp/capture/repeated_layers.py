@@ -222,7 +222,7 @@ class RepeatedLayers:
         ):
             return None
         try:
-            return Call(tracer, self.of_tensors, args, kwargs, layer.place)
+            return Call(tracer, self.notes, self.of_tensors, args, kwargs, layer.place)
         except NotAgain:
             return None
 

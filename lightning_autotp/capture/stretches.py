@@ -48,6 +48,20 @@ class Plain(NamedTuple):
     value: Any
 
 
+class Counted(NamedTuple):
+    """A number that follows from sizes of tensors, and notes what code asks of it.
+
+    Attributes:
+        value: which one.
+        expression: how it follows.
+        size: of how many operands it was computed.
+    """
+
+    value: int | float
+    expression: Question | str
+    size: int
+
+
 class Given(NamedTuple):
     """A tensor that a layer is given, and returns."""
 
@@ -68,6 +82,18 @@ class Marked(NamedTuple):
     crossed: tuple[Boundary, ...]
 
 
+class Seen(NamedTuple):
+    """What a view sees of a memory.
+
+    Attributes:
+        elements: of the memory.
+        offset: the first one that it sees.
+    """
+
+    elements: int
+    offset: int
+
+
 class Made(NamedTuple):
     """A tensor that a layer makes and returns.
 
@@ -76,7 +102,7 @@ class Made(NamedTuple):
         stride: its strides.
         dtype: its dtype.
         requires_grad: whether it has a gradient.
-        is_view: whether it is another object for its memory than the first one.
+        seen: what it sees of its memory, if it is another object for it than the first one.
         tracked: what the tracer knows of it.
     """
 
@@ -84,7 +110,7 @@ class Made(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    is_view: bool
+    seen: Seen | None
     tracked: Tracked
 
 
@@ -314,6 +340,8 @@ class Renaming:
         """What a layer returns."""
         if isinstance(one, Container):
             return one._replace(items=tuple(map(self.result, one.items)))
+        if isinstance(one, Counted):
+            return one._replace(expression=self.expression(one.expression))  # type: ignore[arg-type]
         if isinstance(one, Marked):
             return one._replace(value=self.value(one.value), crossed=tuple(map(self.boundary, one.crossed)))
         if not isinstance(one, Made):

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     DynamicCache,
     LlamaConfig,
+    MistralConfig,
 )
 
 from lightning_autotp.applying.replace import apply_plan
@@ -116,6 +117,7 @@ LATENT = {
 MIXER = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "attn_layer_indices": [2]}
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({"num_hidden_layers": 5}, 2),
+    "mistral": ({"num_hidden_layers": 5, "sliding_window": 16}, 2),
     "gpt2": ({"n_embd": 64, "n_head": 4, "num_hidden_layers": 5, "vocab_size": 131, "n_positions": 80}, 2),
     "qwen3_moe": ({**EXPERTS, "num_hidden_layers": 5, "num_experts": 4}, 2),
     "deepseek_v3": ({**SIZES, **EXPERTS, **LATENT, "num_hidden_layers": 6}, 2),
@@ -145,11 +147,11 @@ def test_a_graph_is_that_of_a_trace_in_which_each_layer_runs(family: str, traces
     assert len(traces.check(lambda: capture(model, batch))) == MODELS[family][1]
 
 
-WITH_CACHE = {"llama": 2, "gpt2": 2, "qwen3_moe": 2, "deepseek_v3": 2, "gemma2": 2, "bamba": 0}
-"""How many layers are left out of a call with a cache: none whose part of it holds more than keys and values."""
+WITH_CACHE = {"llama": 2, "gpt2": 2, "mistral": 2, "qwen3_moe": 2, "deepseek_v3": 2, "gemma2": 5, "bamba": 0}
+"""How many layers are left out of a call with a cache: none whose part of it is of linear attention."""
 
 
-@pytest.mark.parametrize("family", nightly(WITH_CACHE, ("llama", "gpt2")))
+@pytest.mark.parametrize("family", nightly(WITH_CACHE, ("llama", "gpt2", "mistral")))
 def test_layers_that_use_their_own_part_of_a_cache_are_left_out(family: str, traces: Traces) -> None:
     model, _ = model_of(family)
     batch = {**language_model_inputs(model), "use_cache": True}
@@ -443,10 +445,29 @@ def into_its_own(block: Any, x: Tensor, cache: Any) -> Tensor:
     return keys[:, 0] + cache.layers[block.number].values[:, 0]
 
 
+def into_its_own_alone(block: Any, x: Tensor, cache: Any) -> Tensor:
+    return cache.update(x[:, None], x[:, None], block.number)[0][:, 0].sin()
+
+
 def and_out_of_the_layer(block: Any, x: Tensor, cache: Any) -> Tensor:
     x = x if x.dim() == 4 else x[:, None]
     keys: Tensor = cache.update(x, x, block.number)[0]
     return keys
+
+
+def and_a_tensor_of_it(block: Any, x: Tensor, cache: Any) -> Tensor:
+    x = cache.update(x[:, None], x[:, None], block.number)[0][:, 0]
+    return x * cache.layers[block.number]._sliding_window_tensor
+
+
+def and_a_value_of_it(block: Any, x: Tensor, cache: Any) -> Tensor:
+    x = cache.update(x[:, None], x[:, None], block.number)[0][:, 0]
+    return x.sin() if cache.layers[block.number]._sliding_window_tensor > 32 else x.cos()
+
+
+def and_how_many_it_has(block: Any, x: Tensor, cache: Any) -> Tensor:
+    x = cache.update(x[:, None], x[:, None], block.number)[0][:, 0]
+    return x.sin() if cache.get_seq_length(block.number) > 3 else x.cos()
 
 
 def into_another(block: Any, x: Tensor, cache: Any) -> Tensor:
@@ -478,12 +499,16 @@ def into_one_it_asks_for(block: Any, x: Tensor, cache: Any) -> Tensor:
 
 FOURTH = [number == 4 for number in range(7)]
 CONFIG = {"config": LlamaConfig(num_hidden_layers=7)}
+SLIDING = {"config": MistralConfig(num_hidden_layers=7, sliding_window=64)}
+SHORT = {"config": MistralConfig(num_hidden_layers=7, sliding_window=4)}
 
 
 @pytest.mark.parametrize(
     ("code", "options", "left_out"),
     [
-        (into_its_own, CONFIG, 4),
+        (into_its_own, CONFIG, 4), (into_its_own, SLIDING, 4), (into_its_own_alone, SLIDING, 4),
+        (into_its_own_alone, SHORT, 4),  # which keeps a part of what it is given
+        (and_a_tensor_of_it, SLIDING, 4), (and_a_value_of_it, SLIDING, 4), (and_how_many_it_has, SLIDING, 4),
         (into_its_own, {}, 0),  # whose parts are made one after the other
         (and_out_of_the_layer, CONFIG, 0),  # then two share one memory
         (into_another, CONFIG, 0), (into_one_of_a_variable, CONFIG, 0), (and_into_a_list, CONFIG, 0),
