@@ -44,7 +44,8 @@ class Call:
         leaves: all that is in its arguments, with the containers.
         tensors: the tensors in these, each once.
         numbers: their numbers in the graph.
-        slots: the layer's own slots in caches that it is given, and the plain values that each holds.
+        tables: what the layer's own slots in caches hold, each slot's attributes and those of them that are dicts; and
+            what they held before.
 
     Raises:
         NotAgain: if more may matter than can be told.
@@ -54,7 +55,7 @@ class Call:
         self, tracer: Tracer, notes: Notes, of_tensors: Set[str], args: Any, kwargs: Any, place: int | None
     ) -> None:
         self.tracer, self.notes, self.of_tensors, self.place = tracer, notes, of_tensors, place
-        self.slots: list[tuple[Any, dict[str, Any]]] = []
+        self.tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self.leaves: list[Any] = []
         self.tensors: list[Tensor] = []
         self.numbers: list[int] = []
@@ -89,22 +90,24 @@ class Call:
         elif kind is NotedInt or kind is NotedFloat:
             self.tokens.append((kind, plain(value), value.expression))
         elif (slot := own_slot(value, self.place)) is not None:
-            held = dict(vars(slot))
-            self.tokens += [value, type(slot), tuple(held)]
-            for each in held.values():
-                self._describe_in_slot(each)
-            self.slots.append((slot, held))
+            self.tokens += [value, type(slot)]
+            self._describe_table(vars(slot))
+            for inside in (each for each in vars(slot).values() if type(each) is dict):
+                self._describe_table(inside)
         else:
             raise NotAgain
         self.leaves.append(value)
 
-    def _describe_in_slot(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self._describe_tensor(value, is_in_slot=True)
-        elif type(value) in _VALUES:
-            self.tokens.append((type(value), value))
-        else:
-            raise NotAgain
+    def _describe_table(self, table: dict[Any, Any]) -> None:
+        self.tokens.append(_keys(table))
+        for value in table.values():
+            if isinstance(value, Tensor):
+                self._describe_tensor(value, is_in_slot=True)
+            elif type(value) in _VALUES or type(value) is dict:
+                self.tokens.append((type(value), value if type(value) in _VALUES else None))
+            else:
+                raise NotAgain
+        self.tables.append((table, dict(table)))
 
     def _describe_tensor(self, tensor: Tensor, is_in_slot: bool = False) -> None:
         again = next((at for at, other in enumerate(self.tensors) if other is tensor), None)
@@ -148,7 +151,7 @@ class Call:
         now = [leaf for value in (*args, *kwargs.values()) for leaf in _all_in(value)]
         return len(now) == len(self.leaves) and all(one is other for one, other in zip(now, self.leaves, strict=True))
 
-    def described(self, result: Any, made: Collection[int]) -> tuple[list[tuple[int, str, Any]], Any]:
+    def described(self, result: Any, made: Collection[int]) -> tuple[list[tuple[int, Any, Any]], Any]:
         """How to do again, in another call that is like it, what is seen of it outside.
 
         Args:
@@ -156,24 +159,26 @@ class Call:
             made: the tensors that operators in it have made.
 
         Returns:
-            What it has put into its slots of caches (which one, as which attribute, and what), and what it returned.
+            What it has put into its slots of caches (into which table, as which entry, and what), and what it returned.
 
         Raises:
             NotAgain: if that is not known.
         """
         taken = {storage_key(tensor) for tensor in self.tensors}
+        if any(before.keys() - table.keys() for table, before in self.tables):
+            raise NotAgain
         put = [
             (at, name, self._result(value, made, taken))
-            for at, (slot, before) in enumerate(self.slots)
-            for name, value in vars(slot).items()
+            for at, (table, before) in enumerate(self.tables)
+            for name, value in table.items()
             if name not in before or before[name] is not value
         ]
         return put, self._result(result, made, taken)
 
-    def put_again(self, put: Sequence[tuple[int, str, Any]]) -> None:
+    def put_again(self, put: Sequence[tuple[int, Any, Any]]) -> None:
         """Put into its slots what another call has put into its own."""
         for at, name, value in put:
-            setattr(self.slots[at][0], name, self.made(value))
+            self.tables[at][0][name] = self.made(value)
 
     def _result(self, value: Any, made: Collection[int], taken: set[int]) -> Any:
         kind = type(value)
@@ -200,12 +205,15 @@ class Call:
         storage = None if tracked.storage is None else replace(tracked.storage, pending=[])
         kept = replace(tracked, storage=storage)
         seen = None if base_of(value) is None else Seen(_elements(value), int(value.storage_offset()))
-        return Made(tuple(value.shape), value.stride(), value.dtype, value.requires_grad, seen, kept)
+        said = tuple((name, one) for name, one in vars(value).items() if name not in self.of_tensors)
+        return Made(tuple(value.shape), value.stride(), value.dtype, value.requires_grad, seen, said, kept)
 
     def _is_plain(self, value: Tensor) -> bool:
-        """Whether a tensor is all of its memory or a view of it, and nothing else is to be said of it."""
+        """Whether a tensor is all of its memory or a view of it, and plain values are all that is said of it."""
         return (
-            _is_bare(value, self.of_tensors)
+            isinstance(value, FakeTensor)
+            and value.constant is None
+            and all(name in self.of_tensors or type(said) in _VALUES for name, said in vars(value).items())
             and (base_of(value) is not None or (value.storage_offset() == 0 and _elements(value) == value.numel()))
             and not (value.is_conj() or value.is_neg())
             and not (value.requires_grad and (value.is_leaf or not torch.is_grad_enabled()))
@@ -246,6 +254,7 @@ class Call:
                 made = made.requires_grad_().clone()
             if result.seen is not None:
                 made = made.as_strided(result.shape, result.stride, result.seen.offset)
+            vars(made).update(result.said)
         self.tracer.keep_as(made, result.tracked)
         return made
 

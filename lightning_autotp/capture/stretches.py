@@ -103,6 +103,7 @@ class Made(NamedTuple):
         dtype: its dtype.
         requires_grad: whether it has a gradient.
         seen: what it sees of its memory, if it is another object for it than the first one.
+        said: attributes that code has given it.
         tracked: what the tracer knows of it.
     """
 
@@ -111,6 +112,7 @@ class Made(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     seen: Seen | None
+    said: tuple[tuple[str, Any], ...]
     tracked: Tracked
 
 
@@ -211,7 +213,7 @@ class Stretch:
     synthetic: dict[int, Tensor] = field(default_factory=dict, compare=False)
     counts: dict[Any, int] = field(default_factory=dict)
     changes: list[tuple[int, str, Any]] = field(default_factory=list)
-    put: list[tuple[int, str, Any]] = field(default_factory=list)
+    put: list[tuple[int, Any, Any]] = field(default_factory=list)
     result: Any = None
 
     @property

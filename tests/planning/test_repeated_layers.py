@@ -23,6 +23,7 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     MistralConfig,
+    Qwen3NextConfig,
 )
 
 from lightning_autotp.applying.replace import apply_plan
@@ -37,6 +38,7 @@ from lightning_autotp.operators.questions import Expression, Question
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan
 from lightning_autotp.proving.compare import compare
+from lightning_autotp.private.torch_private import tree_leaves
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.alike_relations import Descriptions
 from lightning_autotp.solving.cost import Profile
@@ -147,11 +149,11 @@ def test_a_graph_is_that_of_a_trace_in_which_each_layer_runs(family: str, traces
     assert len(traces.check(lambda: capture(model, batch))) == MODELS[family][1]
 
 
-WITH_CACHE = {"llama": 2, "gpt2": 2, "mistral": 2, "qwen3_moe": 2, "deepseek_v3": 2, "gemma2": 5, "bamba": 0}
-"""How many layers are left out of a call with a cache: none whose part of it is of linear attention."""
+WITH_CACHE = {"llama": 2, "gpt2": 2, "mistral": 2, "qwen3_moe": 2, "deepseek_v3": 2, "gemma2": 5, "bamba": 2}
+"""How many layers are left out of a call with a cache."""
 
 
-@pytest.mark.parametrize("family", nightly(WITH_CACHE, ("llama", "gpt2", "mistral")))
+@pytest.mark.parametrize("family", nightly(WITH_CACHE, ("llama", "mistral", "bamba")))
 def test_layers_that_use_their_own_part_of_a_cache_are_left_out(family: str, traces: Traces) -> None:
     model, _ = model_of(family)
     batch = {**language_model_inputs(model), "use_cache": True}
@@ -437,7 +439,8 @@ class WithCache(nn.Module):
         cache = DynamicCache(**self.options)
         for block in self.blocks:
             x = block(x, cache)
-        return x, *(slot.keys for slot in cache.layers if slot.keys is not None)
+        held = [value for slot in cache.layers for value in tree_leaves(vars(slot))]
+        return x, *(value for value in held if isinstance(value, Tensor) and value.dim())
 
 
 def into_its_own(block: Any, x: Tensor, cache: Any) -> Tensor:
@@ -470,6 +473,31 @@ def and_how_many_it_has(block: Any, x: Tensor, cache: Any) -> Tensor:
     return x.sin() if cache.get_seq_length(block.number) > 3 else x.cos()
 
 
+def into_its_states(block: Any, x: Tensor, cache: Any) -> Tensor:
+    seen = cache.update_conv_state(x.mT, block.number).mT
+    return seen.sin() + cache.update_recurrent_state(x.exp(), block.number).sum()
+
+
+def and_out_of_the_states(block: Any, x: Tensor, cache: Any) -> Tensor:
+    state: Tensor = cache.update_recurrent_state(x, block.number)
+    return state
+
+
+def into_the_states_of_another(block: Any, x: Tensor, cache: Any) -> Tensor:
+    state: Tensor = cache.update_recurrent_state(x, block.next_one)
+    return state.sin()
+
+
+def and_something_else(block: Any, x: Tensor, cache: Any) -> Tensor:
+    cache.layers[block.number].conv_states[1] = [x]
+    return x.sin()
+
+
+def and_less(block: Any, x: Tensor, cache: Any) -> Tensor:
+    cache.layers[block.number].conv_states.popitem()
+    return x.sin()
+
+
 def into_another(block: Any, x: Tensor, cache: Any) -> Tensor:
     return cache.update(x[:, None], x[:, None], block.next_one)[0][:, 0]
 
@@ -500,6 +528,7 @@ def into_one_it_asks_for(block: Any, x: Tensor, cache: Any) -> Tensor:
 FOURTH = [number == 4 for number in range(7)]
 CONFIG = {"config": LlamaConfig(num_hidden_layers=7)}
 SLIDING = {"config": MistralConfig(num_hidden_layers=7, sliding_window=64)}
+LINEAR = {"config": Qwen3NextConfig(num_hidden_layers=7, layer_types=["linear_attention"] * 7)}
 SHORT = {"config": MistralConfig(num_hidden_layers=7, sliding_window=4)}
 
 
@@ -511,6 +540,8 @@ SHORT = {"config": MistralConfig(num_hidden_layers=7, sliding_window=4)}
         (and_a_tensor_of_it, SLIDING, 4), (and_a_value_of_it, SLIDING, 4), (and_how_many_it_has, SLIDING, 4),
         (into_its_own, {}, 0),  # whose parts are made one after the other
         (and_out_of_the_layer, CONFIG, 0),  # then two share one memory
+        (into_its_states, LINEAR, 4), (and_out_of_the_states, LINEAR, 0), (into_the_states_of_another, LINEAR, 0),
+        (and_something_else, LINEAR, 4), (and_less, LINEAR, 0),
         (into_another, CONFIG, 0), (into_one_of_a_variable, CONFIG, 0), (and_into_a_list, CONFIG, 0),
         (and_into_a_list_on_the_same_line, CONFIG, 0), (and_into_a_product, CONFIG, 0),
         (into_one_it_asks_for, CONFIG, 0),
