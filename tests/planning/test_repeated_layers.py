@@ -37,8 +37,8 @@ from lightning_autotp.operators.graph import Graph
 from lightning_autotp.operators.questions import Expression, Question
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
 from lightning_autotp.pipeline import make_plan
-from lightning_autotp.proving.compare import compare
 from lightning_autotp.private.torch_private import tree_leaves
+from lightning_autotp.proving.compare import compare
 from lightning_autotp.ranks.group import TPGroup
 from lightning_autotp.solving.alike_relations import Descriptions
 from lightning_autotp.solving.cost import Profile
