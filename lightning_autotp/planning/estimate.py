@@ -78,7 +78,7 @@ class StepTime:
     """Seconds of an optimizer step, by kind.
 
     Collectives are hidden as far as something is computed before they are waited for: products behind those of tensor
-    parallelism, anything behind FSDP2's. What both take of a GPU slows them down (:attr:`Machine.overlap`).
+    parallelism, anything behind FSDP2's; within a node not fully, as each slows down the other (``Machine.overlap``).
 
     Attributes:
         products: matrix products and attention.
@@ -182,7 +182,7 @@ def moving_time(machine: Machine, name: str, moved: float, in_bf16: bool) -> flo
 def exposed_time(machine: Machine, sent: Sent, ranks: int, rows: int, in_bf16: bool) -> float:
     """Seconds of a collective between so many tensor-parallel ranks that do not hide behind products."""
     seconds = machine.between(ranks).collective(sent.ran.collective, sent.ran.bytes_of(rows), ranks)
-    return machine.exposed(seconds, sum(product_time(machine, one, rows, in_bf16) for one in sent.beside))
+    return machine.exposed(ranks, seconds, sum(product_time(machine, one, rows, in_bf16) for one in sent.beside))
 
 
 def step_time(
@@ -246,7 +246,7 @@ def step_time(
         sums += of_replicas
         # Gradients that go to the host are waited for, so nothing runs behind their sums.
         hidden, seen = (gathers, sums) if cpu_offload else (gathers + sums, 0.0)
-        all_seen = passes * (machine.exposed(hidden, per_pass) + seen)
+        all_seen = passes * (machine.exposed(ranks * shards, hidden, per_pass) + seen)
         exposed, between_nodes = (1 - share) * all_seen, share * all_seen
         # Behind the first gather and the last reduction there is nothing.
         first = among.collective("all_gather", rehearsal.rest + rehearsal.block - rehearsal.block_casts, shards)

@@ -37,8 +37,8 @@ class Machine:
         link_bandwidth: bytes per second and direction between GPUs of a node.
         latency: seconds of a small collective in a node.
         all_reduce_passes: how often an all-reduced byte crosses a link of a node (1 in a switch, 2 in a ring).
-        overlap: the share of a collective's time that is hidden while the same GPU computes. The rest is by what each
-            slows down the other.
+        overlap: the share of a collective's time in a node that is hidden while the same GPU computes. The rest is by
+            what each slows down the other. Collectives between nodes are taken to slow down nothing.
         network_bandwidth: bytes per second and direction of each GPU to other nodes.
         network_latency: seconds of a small collective between nodes.
         host_memory: bytes of a node's own memory; ``None`` where it is not known, as the next ones.
@@ -176,9 +176,10 @@ class Machine:
             all_reduce_passes=2.0,
         )
 
-    def exposed(self, sent: float, computed: float) -> float:
-        """What of so many seconds of collectives does not hide behind so many of computing."""
-        return sent - self.overlap * min(sent, computed)
+    def exposed(self, ranks: int, sent: float, computed: float) -> float:
+        """What of so many seconds of collectives between ranks does not hide behind so many of computing."""
+        overlap = self.overlap if ranks <= self.gpus_per_node else 1.0
+        return sent - overlap * min(sent, computed)
 
     @property
     def unknown_of_host(self) -> list[str]:
