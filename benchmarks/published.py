@@ -291,21 +291,22 @@ CONCLUSION = """\
 
 * A100: all rows of torchtitan are 30 to 39 % too slow, products alone more than the whole published step of the 13B
   model. The machine's file assumes that products reach 0.5 of the peak; by what torchtitan has published (61 % of the
-  peak for that whole step) they reach at least 0.6. The steps of the GPTs on one machine are 39 and 44 % too slow, too.
+  peak for that whole step) they reach at least 0.6. The steps of the GPTs on one machine are 41 and 43 % too slow, too.
 * H100: the file says what products reached in a [measurement](gpu.md), 0.6. With copies alone torchtitan's compiled
   steps are between the two predictions, and Megatron-LM's is 10 % shorter than predicted, which has fewer operators.
   torchtitan's eager step is longer than both predictions: the host's time is in none. (Its GPUs have 2.4 TB/s of memory
   and 500 W, less than those of the file.)
-* Tensor parallelism on an H100 (torchtitan, TP=8): within 5 % with whole blocks computed again (70B), and between the
-  two predictions (8B). More than a quarter of the predicted step is what is sent, none of it behind products.
-* Qwen3-32B: copies alone are predicted at 1,696 tokens per second and GPU (published: 1,874, compiled), 8 ranks x 4
-  copies at 1,135 (876, eager). The order is right, and the step with tensor parallelism is 23 % too short: torchtitan's
-  is not compiled there, and the host's time is in no prediction. (Its GPUs have 96 GiB.)
+* Tensor parallelism on an H100 (torchtitan, TP=8): within 4 % with whole blocks computed again (70B), and between the
+  two predictions (8B). A quarter of the predicted step is what is sent and does not hide behind products: all of the
+  forward pass's, and half of the backward pass's.
+* Qwen3-32B: copies alone are predicted at 1,635 tokens per second and GPU (published: 1,874, compiled), 8 ranks x 4
+  copies at 1,243 (876, eager). The order is right, and the step with tensor parallelism is 30 % too short: torchtitan's
+  is not compiled there, hides nothing, and the host's time is in no prediction. (Its GPUs have 96 GiB.)
 * Many passes on many nodes (GPT 5B, 128 GPUs): FSDP2 gathers parameters and sums gradients in each pass, NeMo's
   distributed optimizer once in a step, and attention there is not fused. So more is seen of the network than there was.
-* Megatron-LM's table: 10, 22, 36 and 59 % too slow at TP=1, 2, 4 and 8. Nothing but FSDP2's collectives is taken to
-  overlap, and operators are those of eager code; there most of what tensor parallelism sends is behind products, and
-  operators are fused. Without both, products alone would be 71 to 84 % of the published steps.
+* Megatron-LM's table: 10, 19, 32 and 53 % too slow at TP=1, 2, 4 and 8. Operators are those of eager code, and behind
+  GPT-2's layers (transformers' `Conv1D`) this package hides nothing of what is sent; there most of it is behind
+  products, and operators are fused. Without both, products alone would be 71 to 84 % of the published steps.
 """
 
 
