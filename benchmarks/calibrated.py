@@ -24,6 +24,7 @@ from peers.run import measure as measure_steps
 from peers.systems import ONE, OURS
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import binomtest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -145,16 +146,22 @@ def predicted(
     ]
 
 
-def wrong_pairs(rows: Sequence[Row]) -> Iterator[str]:
-    """Which of two systems is not the faster one that is predicted to be, and by how much it is slower.
+def compared(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
+    """Which of two systems is not the faster one that is predicted to be; and whether the steps tell.
 
-    Each step is compared with that of the same round, since the machine's speed changes between rounds.
+    Each step is compared with that of the same round, since the machine's speed changes between rounds. They tell where
+    so many rounds agree as would by chance in less than one case of twenty (sign test).
     """
     for pair in combinations([row for row in rows if row.system != COMPILED], 2):
         sooner, later = sorted(pair, key=lambda row: row.predicted.total)
-        slower = statistics.median(a / b for a, b in zip(sooner.seconds, later.seconds, strict=True)) - 1
-        if slower > 0:
-            yield f"{sooner.system} before {later.system}, which was {slower:.1%} faster"
+        ratios = [a / b for a, b in zip(sooner.seconds, later.seconds, strict=True)]
+        slower = sum(ratio > 1 for ratio in ratios)
+        is_told = binomtest(slower, len(ratios)).pvalue < 0.05
+        if is_told and 2 * slower > len(ratios):
+            faster = statistics.median(ratios) - 1
+            yield f"{sooner.system} before {later.system}, which was {faster:.1%} faster", True
+        elif not is_told:
+            yield f"{sooner.system} and {later.system} ({slower} of {len(ratios)} steps longer)", False
 
 
 def cells(row: Row, one: Row) -> tuple[str, ...]:
@@ -171,8 +178,10 @@ def verdict(found: Mapping[str, Sequence[Row]]) -> list[str]:
     near = sum(abs(row.off) <= REACH for row in every)
     lines = [f"{near} of {len(every)} predictions are within {REACH:.0%} of what was measured."]
     for case, rows in found.items():
-        wrong = list(wrong_pairs(rows))
-        lines.append(f"{case}: ranked {'wrong: ' + '; '.join(wrong) if wrong else 'right'}.")
+        pairs = list(compared(rows))
+        wrong, untold = ("; ".join(pair for pair, is_told in pairs if is_told is told) for told in (True, False))
+        line = f"{case}: ranked {f'wrong: {wrong}' if wrong else 'right'}"
+        lines.append(line + (f"; not told apart by these steps: {untold}." if untold else "."))
     return lines
 
 
@@ -182,7 +191,8 @@ def figures(machine: Machine) -> tuple[str, ...]:
     reduced = machine.link_bandwidth / machine.all_reduce_passes
     sent = (f"{rate / 1e9:.2f} GB/s" for rate in (machine.link_bandwidth, reduced))
     memory = f"{machine.memory_bandwidth / 1e9:.1f} GB/s"
-    return f"{small:.0f} to {large:.0f} GFLOP/s", memory, *sent, f"{1e6 * machine.latency:.0f} us"
+    latency, hidden = f"{1e6 * machine.latency:.0f} us", f"{machine.overlap:.0%}"
+    return f"{small:.0f} to {large:.0f} GFLOP/s", memory, *sent, latency, hidden
 
 
 def to_markdown(
@@ -199,11 +209,11 @@ def to_markdown(
         "",
         f"The machine is not this program's alone (a load of {load:.1f}), and its speed changes from one quarter of an"
         f" hour to the next. So each step is the median of {rounds}, and each figure of the machine the mean of two"
-        " calibrations, before and after the model's steps, which are medians, too. Systems are ranked by the median of"
-        " the ratios of their steps of the same rounds.",
+        " calibrations, before and after the model's steps, which are medians, too. One of two systems is the"
+        " faster one if its step is in nearly all rounds (a sign test, 5 %).",
         "",
-        "| model | products in fp32 | memory | between processes | of an all-reduce | latency |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| model | products in fp32 | memory | between processes | of an all-reduce | latency | hidden |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         *(f"| {' | '.join((name, *figures(machine)))} |" for name, machine in machines.items()),
         "",
         in_all,
@@ -211,8 +221,9 @@ def to_markdown(
         *(f"* {line}" for line in by_model),
         "",
         "*compiled* is predicted as the same code without a compiler, and not ranked: it is not known what one fuses."
-        " *of one process* is the share of one process's step, predicted and measured. Nothing that is sent is taken to"
-        " overlap with products, as sequence parallelism's gathers and sums of the backward pass do.",
+        " *of one process* is the share of one process's step, predicted and measured. *sent* is what does not hide"
+        " behind products that are computed meanwhile, in the backward pass; *hidden* the share of an all-reduce that"
+        " does.",
         "",
         ON_MEMORY,
     ]

@@ -75,11 +75,11 @@ def find_sizes(
     def local_model(solution: Solution, sizes: tuple[SizePlan, ...], rank: int) -> nn.Module:
         """A rank's local model: that of the last trial, if only other attributes are to be local."""
         of, before, local = made.get(rank, (None, (), model))
-        less, more = dict.fromkeys(before), dict.fromkeys(sizes)
-        if of is solution and all(size.call is None for size in less.keys() ^ more.keys()):
-            for size in less.keys() - more.keys():
+        earlier, now = set(before), set(sizes)
+        if of is solution and all(size.call is None for size in earlier ^ now):
+            for size in earlier - now:
                 reset_size(local, size)
-            for size in more.keys() - less.keys():
+            for size in now - earlier:
                 set_size(local, size, size.local[rank])
         else:
             local = meta_copy(model)

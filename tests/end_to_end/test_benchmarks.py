@@ -66,13 +66,18 @@ def test_which_systems_are_ranked_wrong() -> None:
         return calibrated.Row(system, StepTime(predicted, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), measured)
 
     # The machine is twice as slow in the second round, and again in the third.
-    rows = [row("one process", 4.0, 2.1, 4.2, 8.4), row("plain", 2.0, 1.0, 2.0, 4.0)]
-    rows.append(row("sequence parallel", 2.2, 0.8, 1.6, 4.4))
-    rows.append(row(calibrated.COMPILED, 2.0, 9.0, 9.0, 9.0))  # not ranked
-    assert list(calibrated.wrong_pairs(rows)) == ["plain before sequence parallel, which was 25.0% faster"]
+    rows = [row("one process", 4.0, *[2.1, 4.2, 8.4] * 3), row("plain", 2.0, *[1.0, 2.0, 4.0] * 3)]
+    rows.append(row("sequence parallel", 2.2, *[0.8, 1.6, 3.2] * 2, 0.8, 1.6, 4.4))
+    rows.append(row(calibrated.COMPILED, 2.0, *[9.0] * 9))  # not ranked
+    wrong = "plain before sequence parallel, which was 25.0% faster"
+    assert list(calibrated.compared(rows)) == [(wrong, True)]
     near, rank = calibrated.verdict({"a model": rows})
     assert near == "2 of 4 predictions are within 15% of what was measured."
-    assert rank.startswith("a model: ranked wrong: plain before ")
+    assert rank == f"a model: ranked wrong: {wrong}."
+    rows[2] = row("sequence parallel", 2.2, *[0.8, 1.6, 4.4] * 3)
+    rank = calibrated.verdict({"a model": rows})[1]
+    said = "a model: ranked right; not told apart by these steps: plain and sequence parallel (6 of 9 steps longer)."
+    assert rank == said
     machine = replace(Machine.of("2xH100"), operator_rates_fp32=(("aten.exp", 2e12),))
     slower = {"peak_fp32": machine.peak_fp32 / 2, "link_bandwidth": machine.link_bandwidth / 2}
     machine = replace(machine, operator_overhead=1e-5)
