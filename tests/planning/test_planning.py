@@ -211,6 +211,14 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
         file.write_text(f"{file.read_text()}operator_rates_bf16: {wrong}\n")
         with pytest.raises(ValueError, match="operator_rates_bf16 must give positive numbers by names of operators"):
             Machine.read(file)
+    for wrong in ("1.5", "-0.1", "all"):
+        H100.write(file)
+        file.write_text(file.read_text().replace("overlap: 0.81", f"overlap: {wrong}"))
+        with pytest.raises(ValueError, match="overlap must be from 0 to 1"):
+            Machine.read(file)
+    H100.write(file)
+    file.write_text(file.read_text().replace("overlap: 0.81", "overlap: 0"))
+    assert Machine.read(file).overlap == 0
     H100.write(file)
     file.write_text(file.read_text().replace("device: cuda", "device: tpu"))
     with pytest.raises(ValueError, match="device must be cuda or cpu, not 'tpu'"):
