@@ -227,11 +227,9 @@ def set_size(model: nn.Module, size: SizePlan, value: int) -> None:
         PlanMismatch: if the attribute is missing or has another value than the plan was made for.
     """
     module = model.get_submodule(size.module)
-    head, _, name = size.attribute.rpartition(".")
-    if head:
-        own = copy.copy(getattr(module, head))
-        setattr(module, head, own)
-    owner = getattr(module, head) if head else module
+    if head := size.attribute.rpartition(".")[0]:
+        setattr(module, head, copy.copy(getattr(module, head)))
+    owner, name = _owner(module, size)
     if getattr(owner, name, None) != size.whole:
         raise PlanMismatch(
             f"{size.module}.{size.attribute} is {getattr(owner, name, None)}, the plan says {size.whole}"
@@ -241,9 +239,14 @@ def set_size(model: nn.Module, size: SizePlan, value: int) -> None:
 
 def reset_size(model: nn.Module, size: SizePlan) -> None:
     """Undo :func:`set_size`."""
-    module = model.get_submodule(size.module)
+    owner, name = _owner(model.get_submodule(size.module), size)
+    setattr(owner, name, size.whole)
+
+
+def _owner(module: nn.Module, size: SizePlan) -> tuple[Any, str]:
+    """What has the integer, the module or its config, and its name there."""
     head, _, name = size.attribute.rpartition(".")
-    setattr(getattr(module, head) if head else module, name, size.whole)
+    return getattr(module, head) if head else module, name
 
 
 def _show_whole(module: nn.Module, conversion: ConversionPlan) -> None:

@@ -321,7 +321,8 @@ class _Search:
     def _candidates(self, mismatch: Mismatch, sizes: tuple[SizePlan, ...]) -> Iterator[tuple[SizePlan, ...]]:
         """Integers of a module there that equal a sharded length in it, made local in every module like it.
 
-        Each by itself, then all of them together: code may go on with their ratio, which only all of them keep.
+        Each is tried alone, then all together: code may use a ratio of two of them, which changing only one would
+        break.
         """
         yield from self._sections(mismatch, sizes)
         first = self._lengths([mismatch.operator] if mismatch.operator is not None else [])

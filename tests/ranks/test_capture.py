@@ -545,7 +545,7 @@ def test_a_size_read_before_the_first_child_is_made_local() -> None:
 
 
 class Grouped(nn.Module):
-    """Features in groups of heads: the code has the numbers of both, and goes on with how many heads a group has."""
+    """Heads in groups: the code stores how many there are of each, and computes the heads per group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -564,7 +564,7 @@ def test_numbers_of_which_code_takes_a_ratio_are_made_local_together(monkeypatch
     local = {(size.module, size.attribute, size.local, size.call) for size in plan.sizes}
     assert local == {("0", "heads", (2,) * 4, None), ("0", "groups", (1,) * 4, None)}
     assert plan.sharded_fraction > 0.9
-    assert len(made) == 4  # with none, each by itself, both
+    assert len(made) == 4  # traces: with neither number local, with each of the two, and with both
 
 
 def test_a_search_for_sizes_that_gets_nowhere_ends(monkeypatch: pytest.MonkeyPatch) -> None:
