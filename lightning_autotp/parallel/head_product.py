@@ -5,8 +5,8 @@ A loss can be computed from the hidden states a few tokens at a time
 code does with logits on their way to the loss does not hinder that:
 
 * views that leave the vocabulary whole (shifts, slices, masks, flattening) are the same views of the hidden states;
-* casts, and functions of single elements with numbers (a scale, a soft cap), are noted as *steps* and done on each
-  part.
+* casts, and functions of single elements with numbers (a scale, a soft cap) or a value for each class (a mask, a bias
+  that is not trained), are noted as *steps* and done on each part.
 
 Whatever else needs the values gets them from :meth:`HeadProduct.value`, as the head would have given them: with the
 gradients, the autocast and the weights of the time when it ran. If these weights are gone, that is an error.
@@ -70,7 +70,7 @@ class ElementwiseStep:
     widens: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[...] -> [...]``, also of a part."""
+        """``[..., vocab/tp] -> [..., vocab/tp]``, also of a part of the tokens."""
         with self.autocast.again():
             return self.function(x)
 
@@ -160,9 +160,9 @@ class HeadProduct:
         return self._after(features, dim, like)
 
     def stepped(self, function: Callable[[Tensor], Tensor], *, is_cast: bool = False) -> HeadProduct:
-        """The product after a function of single elements."""
+        """The product after a function of single elements, which is called with ``[..., vocab/tp]``."""
         with torch.no_grad():
-            dtype = function(self.features.new_empty(0, dtype=self.like.dtype)).dtype
+            dtype = function(self.features.new_empty(0, self.weight.shape[0], dtype=self.like.dtype)).dtype
         widens = is_cast and torch.promote_types(self.like.dtype, dtype) == dtype
         step = ElementwiseStep(function, Autocast.now(self.features.device), widens)
         return self._after(self.features, self.dim, torch.empty_like(self.like, dtype=dtype), step)
@@ -196,10 +196,10 @@ class HeadProduct:
 
     def _computed(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         with self.autocast.again():
-            x = F.linear(features.movedim(self.dim, -1), weight, bias).movedim(-1, self.dim)
+            x = F.linear(features.movedim(self.dim, -1), weight, bias)
         for step in self.steps:
             x = step(x)
-        return x
+        return x.movedim(-1, self.dim)
 
     def gradients(self, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of features, weight and bias, from that of the values. Not collective.

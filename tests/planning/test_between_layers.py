@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_autotp import make_plan
+from lightning_autotp.layouts.types import Shard
 
 
 def heads_by_number(h: Tensor) -> Tensor:
@@ -57,3 +58,28 @@ def test_the_layers_around_it_are_column_and_row_parallel(name: str) -> None:
     assert {str(p.layout) for p in plan.parameters if p.names[0].endswith("weight")} == {
         "S(0: 256 -> 128)", "S(1: 256 -> 128)",
     }  # fmt: skip
+
+
+class BiasedHead(nn.Module):
+    """A head whose logits get a bias that is not trained, as BART's, or a mask of classes."""
+
+    bias: Tensor
+
+    def __init__(self, is_mask: bool) -> None:
+        super().__init__()
+        self.is_mask = is_mask
+        self.embedding, self.head = nn.Embedding(1001, 64), nn.Linear(64, 1001, bias=False)
+        self.register_buffer("bias", torch.arange(1001) % 3 > 0 if is_mask else torch.zeros(1, 1001))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.embedding(tokens))
+        logits = logits.masked_fill(self.bias, -1e4) if self.is_mask else logits + self.bias
+        return F.cross_entropy(logits.view(-1, 1001), tokens.view(-1))
+
+
+@pytest.mark.parametrize("is_mask", [False, True])
+def test_logits_stay_sharded_when_they_meet_a_value_for_each_class(is_mask: bool) -> None:
+    plan, _ = make_plan(BiasedHead(is_mask), 2, example_inputs=torch.zeros(2, 16, dtype=torch.long))
+    (head,) = (parameter.layout for parameter in plan.parameters if parameter.names[0] == "head.weight")
+    assert isinstance(head, Shard)
+    assert head.dims[0][0] == 0, "the logits are summed over the ranks"

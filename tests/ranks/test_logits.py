@@ -154,6 +154,16 @@ PARTS: dict[str, Function] = {
 }
 """What is computed from the ranks' parts, without gathering them."""
 
+OVER_CLASSES: dict[str, Function] = {
+    "a bias": lambda x: x + torch.arange(7.0),
+    "a bias on the left": lambda x: torch.arange(7.0).view(1, 7) - x,
+    "a mask": lambda x: x.masked_fill(torch.arange(7) > 4, -9.0),
+    "another dim": lambda x: x.transpose(1, 2) * torch.arange(1.0, 8.0).view(7, 1),
+    "of every token": lambda x: torch.where(values() > 1, x, values()),
+    "more dims": lambda x: x * torch.arange(1.0, 15.0).view(2, 1, 1, 7),
+}
+"""Operands with a value for each class: logits stay as they are, unless one rank has all of them."""
+
 GATHER: dict[str, Function] = {
     "softmax over tokens": lambda x: x.softmax(1),
     "argmin": lambda x: x.argmin(-1),
@@ -171,8 +181,6 @@ GATHER: dict[str, Function] = {
     "max over tokens": lambda x: x.amax(1),
     "einsum": lambda x: torch.einsum("bsv,v->bs", x, torch.arange(7.0)),
     "matmul": lambda x: x @ torch.ones(VOCAB, 2),
-    "a bias over the vocabulary": lambda x: x + torch.arange(7.0),
-    "a mask over the vocabulary": lambda x: x.masked_fill(torch.arange(7) > 4, -9.0),
     "a part of the vocabulary": lambda x: x[..., :5],
     "every other class": lambda x: x[..., ::2],
     "one class": lambda x: x[..., 3],
@@ -299,16 +307,30 @@ def cross_entropies(group: TPGroup, ownership: Ownership) -> None:
 
 
 def learned_operand(group: TPGroup, ownership: Ownership) -> None:
-    """A temperature that is learned gets the gradient of all classes, on every rank."""
+    """A temperature or a bias that is learned gets the gradient of all classes, on every rank."""
     results = []
     for logits in (values(), sharded(group, ownership)[1]):
         temperature = torch.tensor([1.5], requires_grad=True)
         per_token = torch.ones(5, 1, requires_grad=True)
-        F.cross_entropy((logits / temperature * per_token).view(-1, VOCAB), torch.arange(10) % VOCAB).backward()
+        bias = torch.ones(VOCAB, requires_grad=True)
+        used = (logits + bias) / temperature * per_token
+        F.cross_entropy(used.view(-1, VOCAB), torch.arange(10) % VOCAB).backward()
         assert temperature.grad is not None
         assert temperature.grad.abs().item() > 1e-3
-        results.append((temperature.grad, per_token.grad))
+        results.append((temperature.grad, per_token.grad, bias.grad))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
+
+
+def part_of_an_operand(group: TPGroup, ownership: Ownership) -> None:
+    """A plan may give this rank's part of an operand, whose gradients add up over the ranks."""
+    whole, bias = values(), torch.arange(7.0, requires_grad=True)
+    ((whole + bias) ** 2).sum().backward()
+    own = part(bias.detach(), Shard(((0, ownership),)), group.rank).requires_grad_()
+    (sharded(group, ownership)[1] + own).square().sum().backward()
+    assert own.grad is not None
+    found = torch.zeros(VOCAB).index_add(0, torch.tensor(ownership.indices(group.rank)), own.grad)
+    dist.all_reduce(found)
+    torch.testing.assert_close(found, bias.grad, rtol=1e-5, atol=1e-7)
 
 
 def beneath_python(group: TPGroup, ownership: Ownership) -> None:
@@ -485,6 +507,9 @@ def every_check(rank: int, ranks: int, with_all: bool) -> int:
             warnings.simplefilter("ignore")
             for name, function in [*GATHER.items()][step]:
                 check(group, ownership, name, function, stays=False)
+            stay = all(ownership.local_size(each) < VOCAB for each in range(ranks))
+            for name, function in OVER_CLASSES.items():
+                check(group, ownership, name, function, stay)
             beneath_python(group, ownership)
             views_are_read_only(group, ownership)
             gradients_through_views(group, ownership)
@@ -493,6 +518,8 @@ def every_check(rank: int, ranks: int, with_all: bool) -> int:
         gradients_of_logits(group, ownership)
         hugging_face_loss(group, ownership)
         learned_operand(group, ownership)
+        if all(1 < ownership.local_size(each) < VOCAB for each in range(ranks)):
+            part_of_an_operand(group, ownership)
         in_place(group, ownership)
         says_once(group, ownership)
     return len(ownerships)

@@ -98,6 +98,9 @@ BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
     "soft cap": lambda x: torch.tanh(x / 5.0) * 5.0,
     "scale": lambda x: x * 0.25,
     "divided": lambda x: x.float().div(3.0),
+    "temperature": lambda x: x / torch.full((1,), 2.0),
+    "bias": lambda x: x + torch.linspace(-1, 1, 131, dtype=x.dtype),
+    "mask": lambda x: torch.where(torch.arange(131).view(1, 131) % 3 > 0, x, -5.0),
 }
 
 
@@ -170,6 +173,7 @@ SHIFTED: dict[str, Loss] = {
     ),
     "masked": lambda x, t: F.cross_entropy(x[t != -100], t[t != -100]),
     "classes in the middle": lambda x, t: F.cross_entropy(x.transpose(1, 2), t, reduction="none").sum(),
+    "classes in the middle, biased": lambda x, t: F.cross_entropy(changed_bias(x).transpose(1, 2), t),
     "permuted": lambda x, t: F.cross_entropy(x.permute(0, 2, 1), t, label_smoothing=0.1),
     "one token": lambda x, t: F.cross_entropy(x[1, 3], t[1, 3]),
     "one row": lambda x, t: F.cross_entropy(x[1:].squeeze(0), t[1]),
@@ -195,7 +199,9 @@ LOOKED: dict[str, Loss] = {
     "looked at without gradients": lambda x, t: (
         looked_at(x) * F.cross_entropy(x.flatten(0, 1), t.flatten()) + x.sin().sum()
     ),
-    "a temperature": lambda x, t: F.cross_entropy((x / torch.full((1,), 2.0)).flatten(0, 1), t.flatten()),
+    "a temperature of each position": lambda x, t: F.cross_entropy(
+        (x / torch.linspace(1, 2, LENGTH).view(-1, 1)).flatten(0, 1), t.flatten()
+    ),
     "probabilities": lambda x, t: F.cross_entropy(x.flatten(0, 1), torch.zeros_like(x).softmax(-1).flatten(0, 1)),
     "below Python": lambda x, t: Squared.apply(x) + F.cross_entropy(x.flatten(0, 1), t.flatten()),
     "copy": lambda x, t: F.cross_entropy(x.clone().flatten(0, 1), t.flatten()),
@@ -212,6 +218,14 @@ class Squared(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return 2 * x * grad
+
+
+def changed_bias(x: Tensor) -> Tensor:
+    """With a bias that changes afterwards, which has no effect."""
+    bias = torch.linspace(-1, 1, 131, dtype=x.dtype)
+    biased = x + bias
+    bias.zero_()
+    return biased
 
 
 @torch.no_grad()
@@ -280,7 +294,7 @@ def other_ways(rank: int, size: int) -> dict[str, Any]:
 def second_derivatives(group: TPGroup, ownership: Ownership) -> None:
     whole = Whole(131)
     divided = Divided(whole, ownership, group)
-    for name in ("as transformers does", "soft cap before", "classes in the middle", "log-probabilities"):
+    for name in ("as transformers does", "soft cap before", "classes in the middle, biased", "log-probabilities"):
         results = []
         for of in (divided, whole):
             loss = SHIFTED[name](of.head(of.hidden), of.targets)

@@ -27,11 +27,13 @@ thread or a generator can leak, a DTensor dispatches every operator below autogr
 shards. This is one subclass, alive where the logits are, for any ownership map.
 
 A plain operand that requires a gradient (a learned temperature) is Invariant and meets a shard, so it goes through *f*
-first. Code that bypasses ``__torch_function__`` (a custom ``autograd.Function``) is still right: the wrapper is a node
-of the autograd graph whose backward takes this rank's slice, and operators on it below Python gather.
+first. Of one with a value for each class (a bias, a mask) every rank takes those of its own classes. Code that bypasses
+``__torch_function__`` (a custom ``autograd.Function``) is still right: the wrapper is a node of the autograd graph
+whose backward takes this rank's slice, and operators on it below Python gather.
 
 The local part itself may not be computed yet (:class:`~lightning_autotp.parallel.head_product.HeadProduct`): views,
-casts and functions of single elements with numbers leave it so, and so does the loss. Everything else computes it.
+casts and functions of single elements with numbers or a value for each class leave it so, and so does the loss.
+Everything else computes it.
 
 All functions that gather, and the loss, are collective.
 """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_autotp.parallel.collectives import copy_to_tensor_parallel
+from lightning_autotp.layouts.types import Shard
+from lightning_autotp.parallel.collectives import copy_to_tensor_parallel, scatter
 from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.parallel.logits.tensor import VocabParallelLogits, rewrap, rewrap_product, runs
 from lightning_autotp.private.torch_private import tree_leaves, tree_map
@@ -74,36 +76,74 @@ def _cast_product(
     *functions_of_layers("lerp maximum minimum where"),
 )
 def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """f(x)_c = f(x_c): operands are logits with the same map, scalars, and tensors that are broadcast over it."""
+    """f(x)_c = f(x_c): operands are logits with the same map, scalars, and tensors that are whole or broadcast over it.
+
+    Of a tensor with a value for each class, a bias or a mask, every rank takes those of its classes.
+    """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     logits = next(x for x in tensors if isinstance(x, VocabParallelLogits))
-    from_right = logits.dim() - logits.vocab_dim
+    from_right, group = logits.dim() - logits.vocab_dim, logits.group
+    whole, parts = logits.ownership.size, [logits.ownership.local_size(rank) for rank in range(group.size)]
     for x in tensors:
         if isinstance(x, VocabParallelLogits):
-            fits = (x.dim() - x.vocab_dim, x.ownership, x.group) == (from_right, logits.ownership, logits.group)
-        else:
-            fits = x.dim() < from_right or x.shape[-from_right] == 1
+            fits = (x.dim() - x.vocab_dim, x.ownership, x.group) == (from_right, logits.ownership, group)
+        elif _is_broadcast(x, from_right):
+            fits = True
+        else:  # which of the two must be the same on every rank
+            fits = x.shape[-from_right] in (whole, parts[group.rank]) and whole not in parts
         if not fits:
             return NotImplemented
     if kwargs.get("inplace") or kwargs.get("out") is not None:
         return NotImplemented
 
-    if logits.product is not None and len(tensors) == 1:
-        call = tree_map(lambda leaf: _HERE if leaf is logits else leaf, (args, kwargs))
-
-        def step(x: Tensor) -> Tensor:
-            args, kwargs = tree_map(lambda leaf: x if leaf is _HERE else leaf, call)
-            return func(*args, **kwargs)
-
-        return rewrap_product(logits, logits.product.stepped(step))
-
     def local_operand(x: Any) -> Any:
-        if isinstance(x, VocabParallelLogits):
-            return x.local
-        if isinstance(x, Tensor) and x.requires_grad:
-            return copy_to_tensor_parallel(x, logits.group)
-        return x
+        if not isinstance(x, Tensor) or isinstance(x, VocabParallelLogits):
+            return x
+        if _is_broadcast(x, from_right):
+            return copy_to_tensor_parallel(x, group) if x.requires_grad else x
+        if x.shape[-from_right] == whole:
+            return scatter(x, group, Shard(((x.dim() - from_right, logits.ownership),)))
+        return x  # the plan has converted it
 
     args, kwargs = tree_map(local_operand, (args, kwargs))
+    if logits.product is not None and (noted := _noted(logits, logits.product, func, args, kwargs)) is not None:
+        return noted
+    args, kwargs = tree_map(lambda x: x.local if isinstance(x, VocabParallelLogits) else x, (args, kwargs))
     local = func(*args, **kwargs)
     return rewrap(logits, local, local.dim() - from_right)
+
+
+def _noted(
+    logits: VocabParallelLogits,
+    product: HeadProduct,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> VocabParallelLogits | None:
+    """The function of logits that are not computed yet; ``None`` where an operand is not the same for all tokens."""
+    others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not logits]
+    for x in others:
+        if isinstance(x, VocabParallelLogits) or x.requires_grad or x.dim() > logits.dim():
+            return None
+        if x.numel() != prod(x.shape[-1:]) or (x.numel() > 1 and logits.vocab_dim != logits.dim() - 1):
+            return None
+
+    def operand(x: Any) -> Any:
+        if x is logits:
+            return _HERE
+        if isinstance(x, Tensor):  # with the values of now, and for any number of tokens
+            return x.flatten().clone() if x.dim() else x.clone()
+        return x
+
+    call = tree_map(operand, (args, kwargs))
+
+    def step(x: Tensor) -> Tensor:
+        args, kwargs = tree_map(lambda leaf: x if leaf is _HERE else leaf, call)
+        return func(*args, **kwargs)
+
+    return rewrap_product(logits, product.stepped(step))
+
+
+def _is_broadcast(x: Tensor, from_right: int) -> bool:
+    """Whether a tensor has one value for all classes, whose dim is so far from the right."""
+    return x.dim() < from_right or x.shape[-from_right] == 1
