@@ -74,7 +74,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.capture.capture import CaptureError
     from lightning_autotp.layouts.step_size import TokensPerStep
-    from lightning_autotp.planning.asked import batch_of, model_of
+    from lightning_autotp.planning.asked import batch_of, dequantized, model_of
     from lightning_autotp.planning.machines import Machine
     from lightning_autotp.planning.overview import plan_for
     from lightning_autotp.planning.rehearsal import RehearsalError, check_adapters, with_adapters
@@ -141,8 +141,9 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
             html.write_text(page(seen, sizes), encoding="utf-8")
     console.print()
     console.print(result.summary, markup=False, highlight=False)
-    for warning in result.warnings:
-        console.print(f"warning: every rank computes all of {warning}", markup=False, highlight=False)
+    whole = (f"every rank computes all of {warning}" for warning in result.warnings)
+    for warning in (*dequantized(skeleton), *whole):
+        console.print(f"warning: {warning}", markup=False, highlight=False)
     console.print(result.table(details=details))
     for parameter in result.parameters:
         if parameter.names[0] in asked:
@@ -156,7 +157,7 @@ def recommended(
     model: str,
     gpus: str = "8xH100",
     tokens: int = 16_384,
-    sequence_length: int = 4_096,
+    sequence_length: int | None = None,
     optimizer: Literal["adamw", "sgd", "sgd-momentum"] = "adamw",
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed",
     lora: int = 0,
@@ -172,7 +173,8 @@ def recommended(
         gpus: how many of which, such as 16xH100; or 4xmy_machine.yaml.
         tokens: of an optimizer step, of all copies and accumulated passes together; of an example without sequences the
             rows.
-        sequence_length: tokens of a row, where it is no example's.
+        sequence_length: tokens of a row, where it is no example's; 4,096 by default, or as many as the model has
+            positions for.
         optimizer: whose states are counted.
         precision: as the Trainer has it.
         lora: rank of adapters on all linear layers; 0 trains everything.
@@ -185,7 +187,7 @@ def recommended(
 
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.capture.capture import CaptureError
-    from lightning_autotp.planning.asked import batch_of, model_of
+    from lightning_autotp.planning.asked import batch_of, dequantized, model_of
     from lightning_autotp.planning.recommend import recommend as find
     from lightning_autotp.planning.rehearsal import RehearsalError
     from lightning_autotp.planning.report import legend, model_lines, python_lines, reasons, table, yaml_lines
@@ -194,7 +196,7 @@ def recommended(
     started = time.perf_counter()
     try:
         skeleton = model_of(model, auto_class)
-        row = None if example is None else batch_of(example, skeleton, sequence_length).row
+        row = None if example is None else batch_of(example, skeleton).row
         with phase("planning and rehearsing a training step for each size, without values"):
             found = find(
                 skeleton,
@@ -212,7 +214,8 @@ def recommended(
         raise SystemExit(f"lightning-autotp recommend: {error}") from error
     console.print(table(found))
     console.print(legend(found), markup=False, highlight=False)
-    for line in reasons(found):
+    of_checkpoint = (f"warning: {warning}" for warning in dequantized(skeleton))
+    for line in (*reasons(found), *of_checkpoint):
         console.print(line, markup=False, highlight=False)
     if found.best is not None:
         of_model = [model_lines(found)] if found.lora else []

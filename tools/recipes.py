@@ -109,9 +109,10 @@ RECIPES = (
 ADAPTED = Recommendation(
     "LlamaForCausalLM",
     Machine.of("2xRTX4090"),
-    2048,
-    "bf16-true",
-    (),
+    tokens=16_384,
+    length=2048,
+    precision="bf16-true",
+    choices=(),
     lora=16,
     quantize="nf4",
     source="meta-llama/Llama-3.1-8B",

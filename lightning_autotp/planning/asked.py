@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from lightning_autotp.planning.rehearsal import one_row
 from lightning_autotp.pretrained.hub import refuse_missing
 from lightning_autotp.private.torch_private import tree_map_only
 from lightning_autotp.quantized.noted import LIBRARIES, note_quantization
+from lightning_autotp.solving.pricing import NOMINAL_LENGTH
 
 
 def model_of(name: str, auto_class: str | None = None) -> nn.Module:
@@ -40,7 +41,16 @@ def model_of(name: str, auto_class: str | None = None) -> nn.Module:
         QuantizationError: if its weights are quantized in a way in which they cannot be cut into parts.
     """
     refuse_missing(name)
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    try:
+        return _built(name, AutoConfig.from_pretrained(name, trust_remote_code=False), auto_class)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # what a configuration is made of, and what a model makes of it, may raise any
+        kind = type(error).__name__
+        raise ValueError(f"transformers cannot build {name} from its configuration ({kind}: {error})") from error
+
+
+def _built(name: str, config: Any, auto_class: str | None) -> nn.Module:
     named = [auto_class] if auto_class is not None else [*(config.architectures or ()), "AutoModelForCausalLM"]
     kind = next((found for found in map(_builder, named) if found is not None), None)
     if kind is None:
@@ -65,10 +75,26 @@ def model_of(name: str, auto_class: str | None = None) -> nn.Module:
 
 
 def _as_stored(model: PreTrainedModel) -> nn.Module:
-    described: Any = getattr(model.config, "quantization_config", None)
-    if described is not None and described.get("quant_method") in LIBRARIES:
+    if _stored_by(model) in LIBRARIES:
+        described: Any = model.config.quantization_config
         note_quantization(model, described)
     return model
+
+
+def _stored_by(model: nn.Module) -> str | None:
+    """The method by which the weights of its checkpoint are quantized, if they are."""
+    described: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    return None if described is None else str(described.get("quant_method"))
+
+
+def dequantized(model: nn.Module) -> Iterator[str]:
+    """What is to be known of a checkpoint whose weights are quantized in a way in which they cannot be trained."""
+    method = _stored_by(model)
+    if method is not None and method not in LIBRARIES:
+        yield (
+            f"the checkpoint is quantized ({method}); all figures are of its weights once they are dequantized, as they"
+            " must be to train them"
+        )
 
 
 def _builder(name: str) -> Any:
@@ -99,7 +125,7 @@ class Batch(NamedTuple):
         return bool(step_size(tensors_in(self.row)).lengths)
 
 
-def batch_of(example: Path | None, model: nn.Module, length: int) -> Batch:
+def batch_of(example: Path | None, model: nn.Module, length: int = NOMINAL_LENGTH) -> Batch:
     """The batch of a file, or a synthetic one.
 
     Args:
@@ -134,8 +160,9 @@ def _read(file: Path) -> Any:
                 for name, value in json.loads(file.read_text()).items()
             }
         return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, EOFError, UnpicklingError) as error:
-        why = "it has more than tensors in it" if isinstance(error, UnpicklingError) else first_line(error)
+    except Exception as error:  # a file that torch.save has not written may raise any
+        is_foreign = isinstance(error, UnpicklingError | KeyError)
+        why = "torch.save has not written it, or has written more than tensors" if is_foreign else first_line(error)
         raise ValueError(
             f"example={str(file)!r} cannot be read ({why}): write the batch with"
             " torch.save({'input_ids': ..., 'labels': ...}, 'batch.pt'), or as JSON"

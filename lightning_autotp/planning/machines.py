@@ -90,19 +90,27 @@ class Machine:
         """
         try:
             data = yaml.safe_load(file.read_text())
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ValueError(f"the machine {str(file)!r} cannot be read: {error}") from error
         given = set(data) if isinstance(data, dict) else set()
         known = {field.name for field in fields(cls)}
-        if missing := known - given - _OPTIONAL or given - known:
-            raise ValueError(f"the machine {str(file)!r} has other entries than needed: look at {sorted(missing)}")
+        wrong = [f"{key} is missing" for key in sorted(known - given - _OPTIONAL)]
+        wrong += [f"{key} is no entry" for key in sorted(map(str, given - known))]
+        if wrong:
+            raise ValueError(f"the machine {str(file)!r} has other entries than needed: {', '.join(wrong)}")
         if (device := data.get("device", "cuda")) not in ("cuda", "cpu"):
             raise ValueError(f"the machine {str(file)!r}: device must be cuda or cpu, not {device!r}")
         others = {"name", "device", "overlap", *_RATES, *_NAMED_RATES}
-        positive = {key: value for key, value in data.items() if key not in others and value is not None}
-        wrong = [key for key, value in positive.items() if not _is_positive(value)]
+        may_be_none = {key for key, value in data.items() if key in _OPTIONAL and value is None}
+        wrong = [key for key in data.keys() - others - may_be_none if not _is_positive(data[key])]
         if wrong:
-            raise ValueError(f"the machine {str(file)!r}: {', '.join(wrong)} must be positive numbers, as 3.0e+9")
+            raise ValueError(
+                f"the machine {str(file)!r}: {', '.join(sorted(wrong))} must be positive numbers, as 3.0e+9"
+            )
+        if wrong := [key for key in ("gpus_per_node", "gpus") if not isinstance(data.get(key, 1), int | None)]:
+            raise ValueError(f"the machine {str(file)!r}: {', '.join(wrong)} must be whole numbers")
+        if data["reached"] > 1 or data["reserved"] >= data["memory"]:
+            raise ValueError(f"the machine {str(file)!r}: reached must be at most 1, and reserved less than memory")
         if not (data["overlap"] == 0 or _is_positive(data["overlap"])) or data["overlap"] > 1:
             raise ValueError(f"the machine {str(file)!r}: overlap must be from 0 to 1")
         rates = {key: data[key] for key in sorted(_RATES & given)}

@@ -39,6 +39,7 @@ from lightning_autotp.planning.rehearsal import (
     fullest_rank,
     local_model,
     one_row,
+    positions,
     rehearse,
     with_adapters,
 )
@@ -46,9 +47,12 @@ from lightning_autotp.proving.compare import VerificationError
 from lightning_autotp.proving.feasible import Proofs, feasible_plan, feasible_plans
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
+from lightning_autotp.solving.pricing import NOMINAL_LENGTH
 from lightning_autotp.solving.solver import NothingToShard
 
 _MOST_ROWS = 16
+_TOO_MANY = 1.05
+"""A step may have so many times the tokens asked for: as many as the copies divide."""
 
 Kept = Literal["blocks", "offload"] | None
 """As the strategy's ``activation_checkpointing``."""
@@ -72,6 +76,7 @@ class Choice:
         rows: of a forward pass of one copy.
         passes: forward and backward passes of an optimizer step.
         memory: of the GPU that needs the most.
+        nodes: how many it needs, with as many GPUs of each.
         host_memory: bytes that a node needs of its own memory for what GPUs keep there.
         time: of an optimizer step.
         tokens: of an optimizer step.
@@ -88,6 +93,7 @@ class Choice:
     rows: int
     passes: int
     memory: Memory
+    nodes: int
     host_memory: float
     time: StepTime
     tokens: int
@@ -122,6 +128,7 @@ class Recommendation:
     Attributes:
         model: the model's class name.
         machine: the GPUs.
+        tokens: those asked for, of an optimizer step.
         length: tokens of a row.
         precision: as the Trainer has it.
         choices: every way, those that fit first, the fastest first; then those that need the least memory.
@@ -134,6 +141,7 @@ class Recommendation:
 
     model: str
     machine: Machine
+    tokens: int
     length: int
     precision: Precision
     choices: tuple[Choice, ...]
@@ -154,12 +162,11 @@ class Recommendation:
         fitting = [choice for choice in self.choices if choice.fits]
         if not fitting:
             return None
-        fast = [choice for choice in fitting if choice.time.total <= 1.02 * fitting[0].time.total]
 
         def effort(choice: Choice) -> tuple[int, int, int, bool]:
             return choice.gpus, choice.replicas, choice.tensor_parallel_size, choice.sequence_parallel
 
-        return min(fast, key=effort)
+        return min(_as_fast(fitting), key=effort)
 
     @property
     def on_one(self) -> Choice | None:
@@ -172,7 +179,7 @@ def recommend(
     example_inputs: dict[str, Any] | None = None,
     gpus: str | Machine = "8xH100",
     tokens_per_step: int = 16_384,
-    sequence_length: int = 4_096,
+    sequence_length: int | None = None,
     optimizer: Optimizer = "adamw",
     precision: Precision = "bf16-mixed",
     lora: int = 0,
@@ -189,7 +196,8 @@ def recommend(
             model.
         gpus: how many of which: ``"16xH100"``, or ``"4xmy_machine.yaml"``, or what was read of such a file.
         tokens_per_step: tokens of an optimizer step, of all copies and accumulated passes together.
-        sequence_length: tokens of a row, where ``example_inputs`` do not say it.
+        sequence_length: tokens of a row, where ``example_inputs`` do not say it; 4,096 by default, or as many as the
+            model has positions for.
         optimizer: ``"adamw"``, ``"sgd"`` or ``"sgd-momentum"``, whose states are counted.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
         lora: rank of adapters on all linear layers; 0 trains everything.
@@ -211,8 +219,14 @@ def recommend(
         raise ValueError(f"optimizer={optimizer!r}: known are {', '.join(OPTIMIZERS)}")
     if precision not in ("32-true", "bf16-mixed", "bf16-true"):
         raise ValueError(f"precision={precision!r}: it must be 32-true, bf16-mixed or bf16-true")
-    if tokens_per_step < 1 or sequence_length < 1:
+    if tokens_per_step < 1 or (sequence_length is not None and sequence_length < 1):
         raise ValueError("tokens_per_step and sequence_length must be positive")
+    longest = positions(model)
+    if longest is not None and sequence_length is not None and sequence_length > longest:
+        raise ValueError(
+            f"sequence_length={sequence_length}: the model has {longest} positions (max_position_embeddings in its"
+            " config): give a shorter one, or change the config"
+        )
     if memory is not None and not 0 < memory <= machine.free:
         raise ValueError(
             f"memory={memory!r}: it must be a positive number of bytes, and tensors may take {machine.free:.4g} of a"
@@ -221,13 +235,13 @@ def recommend(
     check_adapters(lora, quantize)
     refuse_unfit(model)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
-    row = one_row(model, inputs, sequence_length) if example_inputs is None else example_inputs
+    row = one_row(model, inputs, sequence_length or NOMINAL_LENGTH) if example_inputs is None else example_inputs
     name, source = type(model).__name__, str(getattr(model, "name_or_path", ""))
     model = with_adapters(model, precision, lora, quantize) if lora else as_trained(model, precision)
     length = max(1, step_size(tensors_in(row)).longest)
     rows = max(1, round(tokens_per_step / length))
     search = _Search(model, inputs, row, machine, rows, length, precision, optimizer, memory, loss)
-    found = Recommendation(name, machine, length, precision, (), (), lora, quantize, source, memory)
+    found = Recommendation(name, machine, tokens_per_step, length, precision, (), (), lora, quantize, source, memory)
     with relaxed_gc():
         found = replace(found, choices=_ranked(search.choices(_ON_THE_DEVICE)))
         if found.best is None and not machine.unknown_of_host:
@@ -249,9 +263,20 @@ def _ranked(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     """Those that fit first, the fastest first; then those that need the least memory."""
 
     def rank(choice: Choice) -> tuple[bool, float]:
-        return not choice.fits, choice.time.total if choice.fits else choice.memory.total
+        return not choice.fits, -choice.tokens_per_second if choice.fits else choice.memory.total
 
     return tuple(sorted(choices, key=rank))
+
+
+def _nearest(choices: Sequence[Choice]) -> Choice:
+    """Of choices of rows at once, one of the fastest that fit, with the fewest tokens too many; one row, if none do."""
+    fitting = _ranked(choice for choice in choices if choice.fits)
+    return min(_as_fast(fitting), key=lambda choice: choice.tokens) if fitting else choices[0]
+
+
+def _as_fast(ranked: Sequence[Choice]) -> list[Choice]:
+    """Those within 2 % of the first, which is the fastest."""
+    return [choice for choice in ranked if 1.02 * choice.tokens_per_second >= ranked[0].tokens_per_second]
 
 
 @dataclass(eq=False)
@@ -318,18 +343,17 @@ class _Search:
     _proofs: Proofs = field(default_factory=Proofs)
 
     def choices(self, ways: Iterable[tuple[Kept, bool]]) -> Iterator[Choice]:
-        """For each plan and number of copies and replicas, the most rows at once that fit; one row, where none does."""
+        """For each plan and number of copies and replicas, the rows at once that are the fastest."""
         for size in _sizes(self.machine):
             for copies, replicas in _copies(self.machine, size, self.rows):
                 for way in self._plans_for(size, copies // replicas):
                     for kept, cpu_offload in ways:
-                        best = None
-                        for rows in self._powers(copies):
-                            found = self._rated(way, size, copies, replicas, kept, cpu_offload, rows)
-                            if found is not None and (best is None or found.fits):
-                                best = found
-                        if best is not None:
-                            yield best
+                        rated = (
+                            self._rated(way, size, copies, replicas, kept, cpu_offload, rows)
+                            for rows in self._rows_at_once(copies)
+                        )
+                        if found := [choice for choice in rated if choice is not None]:
+                            yield _nearest(found)
 
     def settled(self, choice: Choice) -> list[Choice]:
         """The same with the plan that the strategy makes for it; nothing where there is none."""
@@ -423,12 +447,12 @@ class _Search:
             loss=self.loss,
         )
 
-    def _powers(self, copies: int) -> Iterator[int]:
-        """Numbers of rows of a forward pass."""
-        rows = 1
-        while rows <= min(math.ceil(self.rows / copies), _MOST_ROWS):
-            yield rows
-            rows *= 2
+    def _rows_at_once(self, copies: int) -> Iterator[int]:
+        """Numbers of rows of a forward pass with which a step has hardly more than it is to have."""
+        of_copy = math.ceil(self.rows / copies)
+        for rows in range(1, min(of_copy, _MOST_ROWS) + 1):
+            if math.ceil(of_copy / rows) * rows * copies <= _TOO_MANY * self.rows:
+                yield rows
 
     def _rated(
         self,
@@ -446,8 +470,8 @@ class _Search:
         machine, in_bf16 = self.machine, self.precision != "32-true"
         passes, shards = math.ceil(math.ceil(self.rows / copies) / rows), copies // replicas
         needed = memory(rehearsal, rows, shards, passes > 1, cpu_offload)
-        of_node = min(size * copies, machine.gpus_per_node)
-        on_host = of_node * host_memory(rehearsal, rows, shards, cpu_offload)
+        nodes = _nodes(machine, size * copies)
+        on_host = size * copies // nodes * host_memory(rehearsal, rows, shards, cpu_offload)
         time = step_time(
             rehearsal, machine, size,
             in_bf16=in_bf16, rows=rows, copies=copies, replicas=replicas, passes=passes, cpu_offload=cpu_offload,
@@ -463,6 +487,7 @@ class _Search:
             rows=rows,
             passes=passes,
             memory=needed,
+            nodes=nodes,
             host_memory=on_host,
             time=time,
             tokens=done * self.length,
@@ -471,20 +496,32 @@ class _Search:
         )
 
 
-def _sizes(machine: Machine) -> Iterator[int]:
-    """Tensor-parallel sizes: powers of two within a node."""
-    size = 1
-    while size <= min(machine.gpus, machine.gpus_per_node):
-        yield size
-        size *= 2
+def _sizes(machine: Machine) -> list[int]:
+    """Tensor-parallel sizes within a node: those that divide its GPUs, and powers of two."""
+    most = min(machine.gpus, machine.gpus_per_node)
+    return sorted({*_powers_of_two(most), *(size for size in range(1, most + 1) if most % size == 0)})
 
 
 def _copies(machine: Machine, size: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Numbers of copies, and of replicas: one, or where the copies are on several nodes one for each node."""
-    of_node = machine.gpus_per_node // size
-    copies = 1
-    while size * copies <= machine.gpus and copies <= rows:
-        yield copies, 1
-        if copies > of_node > 1:
-            yield copies, copies // of_node
-        copies *= 2
+    """Numbers of copies, and of replicas: one, or where the copies are on several nodes one for each node.
+
+    Powers of two, as many as there are GPUs for, and as many as divide the rows. No copy is on two nodes, and all nodes
+    have as many GPUs.
+    """
+    most = min(machine.gpus // size, rows)
+    divide = next(copies for copies in range(most, 0, -1) if rows % copies == 0)
+    for copies in sorted({*_powers_of_two(most), most, divide}):
+        nodes = _nodes(machine, size * copies)
+        if copies % nodes == 0:
+            yield copies, 1
+            if copies > nodes > 1:
+                yield copies, nodes
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+def _nodes(machine: Machine, gpus: int) -> int:
+    """How many nodes have so many GPUs."""
+    return math.ceil(gpus / machine.gpus_per_node)

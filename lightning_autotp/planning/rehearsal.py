@@ -182,7 +182,8 @@ def with_adapters(model: nn.Module, precision: Precision, lora: int, quantize: Q
         if any(format_of(parameter) for parameter in base.parameters()):
             raise ValueError(f"quantize={quantize!r}: {type(model).__name__} is quantized already: leave it out")
         note_quantization(base, bitsandbytes_config(quantize, precision))
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute by its old name
         adapted = get_peft_model(base, LoraConfig(r=lora, target_modules="all-linear"))
     return nn.Module.to(adapted, dtype)  # PEFT makes them in float32, and the Trainer's precision casts them
 
@@ -207,9 +208,14 @@ def bitsandbytes_config(quantize: Quantization, precision: Precision) -> BitsAnd
 
 
 def one_row(model: nn.Module, made: dict[str, Any], length: int) -> dict[str, Any]:
-    """One row of a language model's batch."""
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or length
-    return tree_map_only(Tensor, lambda x: x.new_zeros((1, min(length, longest), *x.shape[2:])), made)
+    """One row of a language model's batch, of so many tokens or as many as the model has positions for."""
+    length = min(length, positions(model) or length)
+    return tree_map_only(Tensor, lambda x: x.new_zeros((1, length, *x.shape[2:])), made)
+
+
+def positions(model: nn.Module) -> int | None:
+    """How many tokens of a row a model has positions for, if its config says so."""
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def named_arguments(model: nn.Module, call: ExampleCall) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def table(found: Recommendation) -> Table:
     for choice in found.choices[:SHOWN]:
         kept, time = choice.memory, choice.time
         sizes = (kept.parameters, kept.gradients, kept.states, kept.activations, kept.temporary, kept.gathered)
-        seconds = (time.products, time.others, time.tensor_parallel + time.copies + time.network + time.host)
+        sent = time.tensor_parallel + time.copies + time.network + time.host
+        seconds = (time.products, time.others + time.update, sent)
         made.add_row(
             in_short(choice),
             f"{choice.rows}x{choice.passes}",
@@ -80,8 +81,8 @@ def legend(found: Recommendation) -> str:
     return (
         "GiB of a GPU when the most is there: parameters, gradients, optimizer states, activations, what the loss,"
         " operators and the optimizer's step need for a moment (tmp), what FSDP2 gathers (blk), all of it; beside it"
-        f" {in_units(found.machine.reserved)} are reserved. {unit} of an optimizer step: products, other operators,"
-        " communication that nothing hides. rows: of a pass, times passes"
+        f" {in_units(found.machine.reserved)} are reserved. {unit} of an optimizer step: products, other operators"
+        " and the optimizer (oth), communication that nothing hides. rows: of a pass, times passes"
     )
 
 
@@ -146,7 +147,8 @@ def reasons(found: Recommendation) -> Iterator[str]:
             f" most of it {best.memory.largest}"
         )
         yield _of_memory(found, best.memory)
-        yield _of_links(found, best)
+        yield _of_time(found, best)
+        yield from _other_than_asked(found, best)
     yield from (f"left out: {said}" for said in found.left_out)
 
 
@@ -165,18 +167,34 @@ def _of_memory(found: Recommendation, of: Memory) -> str:
     return f"memory in GiB: {sizes}, of {found.machine.memory / GIB:.1f}"
 
 
-def _of_links(found: Recommendation, best: Choice) -> str:
-    """The communication of the recommended way that nothing hides, by purpose and link."""
+def _of_time(found: Recommendation, best: Choice) -> str:
+    """All kinds of time of the recommended way; of communication that which nothing hides, by purpose and link."""
     of, nodes = best.time, "between nodes"
     inside = best.tensor_parallel_size <= found.machine.gpus_per_node
-    parts = {
+    kinds = {
+        "matrix products": of.products,
+        "other operators": of.others,
+        "the optimizer's step": of.update,
         f"tensor parallelism ({'in a node' if inside else nodes})": of.tensor_parallel,
         "FSDP2 (in a node)": of.copies,
         f"FSDP2 ({nodes})": of.network,
         "host memory (its link)": of.host,
     }
-    seen = [f"{what} {1e3 * seconds:.1f} ms" for what, seconds in parts.items() if seconds]
-    return f"communication that nothing hides: {', '.join(seen) or 'none'}"
+    unit, seconds_of_it = _time_unit(found)
+    shown = {what: _digits(seconds / seconds_of_it) for what, seconds in kinds.items()}
+    seen = ", ".join(f"{what} {digits}" for what, digits in shown.items() if digits != _digits(0))
+    return f"time in {unit}: {seen}, of {_digits(of.total / seconds_of_it)}"
+
+
+def _other_than_asked(found: Recommendation, best: Choice) -> Iterator[str]:
+    """What a step, or the GPUs, are otherwise than was asked for."""
+    if best.tokens != found.tokens:
+        yield (
+            f"a step has {best.tokens:,} tokens instead of {found.tokens:,}: rows of {found.length:,}, as many of them"
+            " on each copy"
+        )
+    if 1 < best.gpus < found.machine.gpus:
+        yield f"{best.gpus} of {found.machine.gpus} GPUs are used: with more, no step of so many tokens is faster"
 
 
 def _tried(found: Recommendation) -> str:
@@ -269,7 +287,6 @@ def model_lines(found: Recommendation) -> str:
 
 def python_lines(found: Recommendation, best: Choice) -> str:
     """The lines of a program that train so."""
-    nodes = -(-best.gpus // found.machine.gpus_per_node)
     lines, strategy = [] if found.lora else ["import lightning as L"], ""
     if _needs_strategy(best):
         lines.append("from lightning_autotp import AutoTPStrategy")
@@ -278,7 +295,7 @@ def python_lines(found: Recommendation, best: Choice) -> str:
     lines += [
         "",
         "trainer = L.Trainer(",
-        f"    devices={best.gpus // nodes}, num_nodes={nodes},",
+        f"    devices={best.gpus // best.nodes}, num_nodes={best.nodes},",
         f'    precision="{found.precision}", accumulate_grad_batches={best.passes},',
         f"{strategy})",
         f"# batches of {best.rows} rows of {found.length} tokens for each copy",
@@ -292,14 +309,13 @@ def yaml_lines(found: Recommendation, best: Choice) -> str:
     """The same for a LightningCLI."""
     import yaml
 
-    nodes = -(-best.gpus // found.machine.gpus_per_node)
     options = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in strategy_options(found, best).items()
     }
     trainer = {
-        "devices": best.gpus // nodes,
-        "num_nodes": nodes,
+        "devices": best.gpus // best.nodes,
+        "num_nodes": best.nodes,
         "precision": found.precision,
         "accumulate_grad_batches": best.passes,
         **(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 from tiny import tiny_config
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from lightning_autotp import make_plan
 from lightning_autotp.capture.capture import CaptureError
-from lightning_autotp.planning.asked import batch_of, model_of
+from lightning_autotp.planning.asked import batch_of, dequantized, model_of
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.overview import look_over
 
@@ -117,7 +118,7 @@ def test_positional_arguments_get_their_names(tmp_path: Path) -> None:
         ({"pixels": torch.zeros(2, 3)}, "is no batch for Bilinear.forward .*, which takes input1, input2"),
         ((torch.zeros(2, 6),) * 3, "is no batch for Bilinear.forward .*, which takes input1, input2"),
         ({"input1": True}, "has no tensor with rows"),
-        (Machine.of("H100"), "cannot be read .it has more than tensors in it.: write the batch with torch.save"),
+        (Machine.of("H100"), "has not written it, or has written more than tensors.: write the batch with torch.save"),
     ],
 )
 def test_what_is_no_batch_of_the_model_is_an_error(content: Any, message: str, tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_what_is_no_batch_of_the_model_is_an_error(content: Any, message: str, t
 
 
 def test_a_file_that_is_none_is_an_error(bert: str, tmp_path: Path) -> None:
-    for name, content in (("a.json", "[1, 2"), ("b.pt", "no tensors"), ("c.json", "[1]")):
+    for name, content in (("a.json", "[1, 2"), ("b.pt", "no tensors"), ("c.json", "[1]"), ("d.pt", "an example")):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match="cannot be read"):
             batch_of(tmp_path / name, model_of(bert), 64)
@@ -158,3 +159,17 @@ def test_models_that_drop_are_rehearsed(vit: str, tmp_path: Path) -> None:
     assert (seen.rows, seen.fits) == (6, True)
     assert seen.time.tensor_parallel > 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("method", "said"), [("gptq", 1), ("torchao", 0), (None, 0)])
+def test_weights_that_are_dequantized_are_said(method: str | None, said: int) -> None:
+    model = nn.Linear(2, 2)
+    model.config = Namespace(quantization_config=None if method is None else {"quant_method": method})  # type: ignore[assignment]
+    assert len(["(gptq)" in each for each in dequantized(model)]) == said
+
+
+def test_a_configuration_that_makes_no_model_is_one_error(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=96, num_attention_heads=6).to_dict() | {"hidden_size": 97}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"(?s)transformers cannot build .* from its configuration .*97"):
+        model_of(str(tmp_path))

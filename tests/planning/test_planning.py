@@ -224,8 +224,21 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device must be cuda or cpu, not 'tpu'"):
         Machine.read(file)
     H100.write(file)
-    file.write_text(file.read_text().replace("memory:", "size:"))
-    with pytest.raises(ValueError, match=r"other entries than needed.*memory"):
+    file.write_text(re.sub(r"(?m)^memory:", "size:", file.read_text()))
+    with pytest.raises(ValueError, match=r"other entries than needed: memory is missing, size is no entry"):
+        Machine.of(str(file))
+    for key, wrong, why in (
+        ("peak_bf16", "", "peak_bf16 must be positive"),
+        ("gpus_per_node", "2.5", "gpus_per_node must be whole"),
+        ("reached", "1.7", "reached must be at most 1, and reserved less than memory"),
+        ("reserved", "1.0e+12", "reached must be at most 1, and reserved less than memory"),
+    ):
+        H100.write(file)
+        file.write_text(re.sub(rf"(?m)^{key}:.*$", f"{key}: {wrong}", file.read_text()))
+        with pytest.raises(ValueError, match=why):
+            Machine.of(str(file))
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"the machine .*mine.yaml' cannot be read"):
         Machine.of(str(file))
     for wrong in ("8xABACUS", "0xH100"):
         with pytest.raises(ValueError, match=r"write how many of which, as 8xH100; known are A100-40"):
@@ -453,11 +466,58 @@ def test_what_is_recommended_can_be_pasted(gpus: str, sizes: set[tuple[int, int,
     assert max(len(line.rstrip()) for line in console.export_text().splitlines()) <= 80
 
 
+@pytest.mark.parametrize(
+    ("gpus", "rows", "sizes"),
+    [
+        ("8xH100", 12, {(1, 6, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1)}),
+        ("24xH100", 48, {(1, 24, 3), (1, 24, 1), (2, 12, 3), (8, 3, 1)}),
+        ("12xH100", 24, {(1, 12, 2), (2, 6, 2), (4, 2, 1)}),  # two nodes of six
+        ("3xA100-80", 6, {(1, 3, 1), (3, 1, 1)}),
+    ],
+)
+def test_all_gpus_are_used_for_a_step_of_as_many_tokens_as_asked_for(
+    gpus: str, rows: int, sizes: set[tuple[int, int, int]]
+) -> None:
+    found = recommend(tiny_model(1), gpus=gpus, tokens_per_step=512 * rows, sequence_length=512)
+    seen = {(each.tensor_parallel_size, each.data_parallel_size, each.replicas) for each in found.choices}
+    assert seen > sizes
+    assert {each.tokens for each in found.choices} == {512 * rows}
+    for each in found.choices:
+        of_node, rest = divmod(each.gpus, each.nodes)
+        assert (rest, of_node % each.tensor_parallel_size) == (0, 0)
+        assert of_node <= found.machine.gpus_per_node
+        check_lines(found, each)
+    speeds = [each.tokens_per_second for each in found.choices if each.fits]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_copies_that_do_not_divide_a_step_make_it_a_little_larger_and_it_is_said() -> None:
+    asked = 512 * 61 + 17
+    found = recommend(tiny_model(1), gpus="2xH100", tokens_per_step=asked, sequence_length=512)
+    assert {each.tokens // 512 for each in found.choices if each.data_parallel_size == 2} <= {62, 64}
+    assert {each.tokens // 512 for each in found.choices if each.data_parallel_size == 1} <= {61, 62, 63, 64}
+    assert found.best is not None
+    said = f"a step has {found.best.tokens:,} tokens instead of {asked:,}: rows of 512"
+    assert said in "\n".join(reasons(found))
+    one = next(each for each in found.choices if each.data_parallel_size == 1 and each.tensor_parallel_size == 2)
+    assert "2 of 4 GPUs are used" in "\n".join(
+        reasons(replace(found, machine=replace(found.machine, gpus=4), choices=(one,)))
+    )
+
+
+def test_rows_are_not_longer_than_the_model_has_positions_for() -> None:
+    model: Any = tiny_model(1)
+    longest = model.config.max_position_embeddings
+    assert recommend(model, gpus="1xH100", tokens_per_step=2 * longest).length == min(longest, 4096)
+    with pytest.raises(ValueError, match=rf"sequence_length={longest + 1}: the model has {longest} positions"):
+        recommend(model, gpus="1xH100", sequence_length=longest + 1)
+
+
 def test_a_ranking_has_80_columns_and_the_best_way_all_kinds_of_memory_and_links() -> None:
     found = recommended("16xH100")
     (first, *_) = found.choices
     kept = Memory(70e9, 0.1e9, 70e9, 12e9, 3e9, 2e9, "loss")
-    time = StepTime(20.0, 3.0, 2.0, 1.5, 1.25, 0.5, 0.0)
+    time = StepTime(20.0, 3.0, 2.0, 1.5, 1.25, 0.5, 1.0)
     sizes = {"tensor_parallel_size": 4, "data_parallel_size": 64, "replicas": 8, "rows": 16, "passes": 16}
     wide = replace(
         first, **sizes, sequence_parallel=True, activation_checkpointing="blocks", cpu_offload=True, memory=kept,
@@ -470,12 +530,14 @@ def test_a_ranking_has_80_columns_and_the_best_way_all_kinds_of_memory_and_links
         text = console.export_text()
         assert max(map(len, map(str.rstrip, text.splitlines()))) <= 80
         assert "…" not in text
-    assert "4x8x8 sp ck po 16x16  65  0.1  65  11 2.8 1.9 146   20 3.0  5.2  354k" in text
+    assert "4x8x8 sp ck po 16x16  65  0.1  65  11 2.8 1.9 146   20 4.0  5.2  342k" in text
     assert legend(ranked).count(" 2.79 GiB are reserved. s of an optimizer step") == 1
     said = "\n".join(reasons(ranked))
     assert "optimizer states 65.19, activations 11.18, the loss 2.79, gathered by FSDP2 1.86, reserved (" in said
-    links = "tensor parallelism (in a node) 2000.0 ms, FSDP2 (in a node) 1500.0 ms, FSDP2 (between nodes) 1250.0 ms"
-    assert f"nothing hides: {links}, host memory (its link) 500.0 ms" in said
+    assert (
+        "time in s: matrix products 20, other operators 3.0, the optimizer's step 1.0, tensor parallelism (in a" in said
+    )
+    assert "node) 2.0, FSDP2 (in a node) 1.5, FSDP2 (between nodes) 1.2, host memory (its link) 0.5, of 29" in said
 
 
 def overview(ranks: int, **changes: float) -> Overview:

@@ -109,7 +109,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_the_lines_make_the_model_that_was_rehearsed(saved: Path, quantize: Any, precision: Precision) -> None:
-    found = Recommendation("LlamaForCausalLM", MACHINE, 64, precision, (), lora=4, quantize=quantize, source=str(saved))
+    found = Recommendation(
+        "LlamaForCausalLM", MACHINE, 512, 64, precision, (), lora=4, quantize=quantize, source=str(saved)
+    )
     made: dict[str, Any] = {}
     exec(model_lines(found), made)
     tuning = made["Tuning"]()
