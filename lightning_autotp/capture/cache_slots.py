@@ -9,18 +9,58 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cache
 from types import FrameType
 from typing import Any
 
-from lightning_autotp.private.transformers_private import slots_of_cache
+from lightning_autotp.private.transformers_private import said_of_slots, slots_of_cache
 
 
-def own_slot(value: Any, place: int | None) -> Any:
-    """The slot in a cache of the layer at this place; ``None`` if the value is no cache, or has none for it."""
+class Entry(MutableMapping[str, Any]):
+    """One entry of a dict that has one for each layer: empty, or with the one item :attr:`NAME`."""
+
+    NAME = "own"
+
+    def __init__(self, of_layers: dict[int, Any], place: int) -> None:
+        self.of_layers, self.place = of_layers, place
+
+    def __getitem__(self, name: str) -> Any:
+        return self.of_layers[self._place(name)]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.of_layers[self._place(name)] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.of_layers[self._place(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([self.NAME] if self.place in self.of_layers else [])
+
+    def __len__(self) -> int:
+        return int(self.place in self.of_layers)
+
+    def _place(self, name: str) -> int:
+        if name != self.NAME:
+            raise KeyError(name)
+        return self.place
+
+
+def own_tables(value: Any, place: int | None) -> list[tuple[type, MutableMapping[Any, Any]]] | None:
+    """What a cache keeps for the layer at this place; ``None`` if the value is no cache, or has nothing for it.
+
+    Returns:
+        The attributes of its slots, those of them that are dicts, and its entry in what the cache says of the slots;
+        each with the class that tells what it is.
+    """
     slots = slots_of_cache(value)
-    return slots[place] if slots is not None and place is not None and place < len(slots) else None
+    if slots is None or place is None or place >= len(slots):
+        return None
+    found: list[tuple[type, MutableMapping[Any, Any]]] = []
+    for slot in slots[place]:
+        found.append((type(slot), vars(slot)))
+        found += [(dict, inside) for inside in vars(slot).values() if type(inside) is dict]
+    return [*found, (Entry, Entry(said_of_slots(value), place))]
 
 
 def is_handed_to_cache(frame: FrameType, name: str) -> bool:

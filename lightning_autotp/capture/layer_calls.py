@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_autotp.capture.attribute_reads import PLAIN
-from lightning_autotp.capture.cache_slots import own_slot
+from lightning_autotp.capture.cache_slots import own_tables
 from lightning_autotp.capture.noted_numbers import NotedFloat, NotedInt, Notes, plain
 from lightning_autotp.capture.static_values import NoValue
 from lightning_autotp.capture.stretches import Container, Counted, Given, Made, Marked, NotAgain, Plain, Seen
@@ -44,8 +44,7 @@ class Call:
         leaves: all that is in its arguments, with the containers.
         tensors: the tensors in these, each once.
         numbers: their numbers in the graph.
-        tables: what the layer's own slots in caches hold, each slot's attributes and those of them that are dicts; and
-            what they held before.
+        tables: what caches keep for the layer, and what was in there before.
 
     Raises:
         NotAgain: if more may matter than can be told.
@@ -55,7 +54,7 @@ class Call:
         self, tracer: Tracer, notes: Notes, of_tensors: Set[str], args: Any, kwargs: Any, place: int | None
     ) -> None:
         self.tracer, self.notes, self.of_tensors, self.place = tracer, notes, of_tensors, place
-        self.tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self.tables: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
         self.leaves: list[Any] = []
         self.tensors: list[Tensor] = []
         self.numbers: list[int] = []
@@ -89,16 +88,16 @@ class Call:
             self.tokens.append((kind, value))
         elif kind is NotedInt or kind is NotedFloat:
             self.tokens.append((kind, plain(value), value.expression))
-        elif (slot := own_slot(value, self.place)) is not None:
-            self.tokens += [value, type(slot)]
-            self._describe_table(vars(slot))
-            for inside in (each for each in vars(slot).values() if type(each) is dict):
-                self._describe_table(inside)
+        elif (tables := own_tables(value, self.place)) is not None:
+            self.tokens.append(value)
+            for is_of, table in tables:
+                self.tokens.append(is_of)
+                self._describe_table(table)
         else:
             raise NotAgain
         self.leaves.append(value)
 
-    def _describe_table(self, table: dict[Any, Any]) -> None:
+    def _describe_table(self, table: MutableMapping[Any, Any]) -> None:
         self.tokens.append(_keys(table))
         for value in table.values():
             if isinstance(value, Tensor):
@@ -259,8 +258,8 @@ class Call:
         return made
 
 
-def _keys(value: dict[Any, Any]) -> list[tuple[type, Any]]:
-    """The keys of a dict, told apart as plain values are.
+def _keys(value: Mapping[Any, Any]) -> list[tuple[type, Any]]:
+    """The keys of a mapping, told apart as plain values are.
 
     Raises:
         NotAgain: if they are something else.

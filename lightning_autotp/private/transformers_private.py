@@ -27,7 +27,7 @@ for _logger, _level in _TALKATIVE.items():
     _logger.setLevel(_level)
 
 # A cache of keys and values, and its parts.
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 # The conversions that an architecture's checkpoints go through.
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -206,12 +206,21 @@ class TrainerSteps(Trainer):
         super()._load_from_checkpoint(directory)
 
 
-def slots_of_cache(value: Any) -> list[Any] | None:
-    """The parts of a cache, each of which only the calls of one layer change; ``None`` for anything else.
+def slots_of_cache(value: Any) -> list[list[Any]] | None:
+    """For each layer the parts of a cache that only its calls change; ``None`` for anything else.
 
     A cache that makes its parts when it needs them, or moves them to the host meanwhile, is something else.
     """
+    if type(value) is EncoderDecoderCache:
+        of_itself, of_encoder = map(slots_of_cache, (value.self_attention_cache, value.cross_attention_cache))
+        if of_itself is None or of_encoder is None:
+            return None
+        return [one + other for one, other in zip(of_itself, of_encoder, strict=False)]
     if type(value) is not DynamicCache or value.offloading or value.layer_class_to_replicate is not None:
         return None
-    slots: list[Any] = value.layers
-    return slots
+    return [[part] for part in value.layers]
+
+
+def said_of_slots(value: Any) -> dict[int, Any]:
+    """What a cache says of its slots, by the number of the layer: whether the encoder's states are in them."""
+    return value.is_updated if type(value) is EncoderDecoderCache else {}

@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     DynamicCache,
+    EncoderDecoderCache,
     LlamaConfig,
     MistralConfig,
     Qwen3NextConfig,
@@ -149,14 +150,17 @@ def test_a_graph_is_that_of_a_trace_in_which_each_layer_runs(family: str, traces
     assert len(traces.check(lambda: capture(model, batch))) == MODELS[family][1]
 
 
-WITH_CACHE = {"llama": 2, "gpt2": 2, "mistral": 2, "qwen3_moe": 2, "deepseek_v3": 2, "gemma2": 5, "bamba": 2}
+WITH_CACHE = {
+    "llama": 2, "gpt2": 2, "mistral": 2, "qwen3_moe": 2, "deepseek_v3": 2, "gemma2": 5, "bamba": 2, "t5": 4,
+    "whisper": 4,
+}  # fmt: skip
 """How many layers are left out of a call with a cache."""
 
 
-@pytest.mark.parametrize("family", nightly(WITH_CACHE, ("llama", "mistral", "bamba")))
+@pytest.mark.parametrize("family", nightly(WITH_CACHE, ("llama", "mistral", "bamba", "t5")))
 def test_layers_that_use_their_own_part_of_a_cache_are_left_out(family: str, traces: Traces) -> None:
-    model, _ = model_of(family)
-    batch = {**language_model_inputs(model), "use_cache": True}
+    model, batch = model_of(family)
+    batch = {**(batch or language_model_inputs(model)), "use_cache": True}
     assert len(traces.check(lambda: capture(model, batch))) == WITH_CACHE[family]
 
 
@@ -436,11 +440,24 @@ class WithCache(nn.Module):
         self.options = options
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        cache = DynamicCache(**self.options)
+        cache = self.cache()
         for block in self.blocks:
             x = block(x, cache)
         held = [value for slot in cache.layers for value in tree_leaves(vars(slot))]
         return x, *(value for value in held if isinstance(value, Tensor) and value.dim())
+
+    def cache(self) -> Any:
+        return DynamicCache(**self.options)
+
+
+class WithBothCaches(WithCache):
+    """As a decoder, with a cache of an encoder's states, too."""
+
+    def cache(self) -> Any:
+        cache = EncoderDecoderCache(DynamicCache(**self.options), DynamicCache(**self.options))
+        cache.layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+        cache.is_updated[4] = True
+        return cache
 
 
 def into_its_own(block: Any, x: Tensor, cache: Any) -> Tensor:
@@ -551,6 +568,45 @@ def test_a_number_that_says_more_than_which_part_of_a_cache_tells_layers_apart(
     code: Callable[[Any, Tensor, Any], Tensor], options: dict[str, Any], left_out: int, traces: Traces
 ) -> None:
     model = WithCache(code, **options)
+    x = torch.randn(3, 5, WIDTH, requires_grad=True)
+    assert len(traces.check(lambda: capture(model, x))) == left_out
+
+
+def into_both(block: Any, x: Tensor, cache: Any) -> Tensor:
+    own, states = cache.self_attention_cache, cache.cross_attention_cache
+    x = own.update(x[:, None], x[:, None], block.number)[0][:, 0]
+    x = states.update(x[:, None].exp(), x[:, None].sin(), block.number)[0][:, 0]
+    cache.is_updated[block.number] = False
+    return x.sin()
+
+
+def and_whether_it_was_there(block: Any, x: Tensor, cache: Any) -> Tensor:
+    x = x.sin() if cache.is_updated.get(block.number) else x.cos()
+    cache.is_updated[block.number] = True
+    return x
+
+
+def and_forgets_it(block: Any, x: Tensor, cache: Any) -> Tensor:
+    del cache.is_updated[block.number]
+    return x.sin()
+
+
+def and_says_it_of_another(block: Any, x: Tensor, cache: Any) -> Tensor:
+    cache.is_updated[block.next_one] = True
+    return x.sin()
+
+
+@pytest.mark.parametrize(
+    ("code", "left_out"),
+    [
+        (into_both, 3),  # the fifth is given another cache than the others, whatever it makes of that
+        (and_whether_it_was_there, 3), (and_forgets_it, 0), (and_says_it_of_another, 0),
+    ],
+)  # fmt: skip
+def test_a_cache_of_an_encoder_s_states_has_a_part_for_each_layer(
+    code: Callable[[Any, Tensor, Any], Tensor], left_out: int, traces: Traces
+) -> None:
+    model = WithBothCaches(code, **CONFIG)
     x = torch.randn(3, 5, WIDTH, requires_grad=True)
     assert len(traces.check(lambda: capture(model, x))) == left_out
 
