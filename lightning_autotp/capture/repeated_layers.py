@@ -21,17 +21,17 @@ the others' before and after may still do something else in between; that is see
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_autotp.capture import vmap as transforms
-from lightning_autotp.capture.alike import Counterparts, Places
-from lightning_autotp.capture.attribute_reads import PLAIN, is_noted
+from lightning_autotp.capture.alike import Places
+from lightning_autotp.capture.alike_layers import AlikeLayers, Layer, State, alike_layers
+from lightning_autotp.capture.attribute_reads import is_noted
 from lightning_autotp.capture.cache_slots import is_handed_to_cache
 from lightning_autotp.capture.compiled_code import is_told_compiled
 from lightning_autotp.capture.layer_calls import Call
@@ -43,12 +43,6 @@ from lightning_autotp.capture.tracer import Tracer, Tracked
 from lightning_autotp.layouts.places import Boundary
 from lightning_autotp.operators.graph import refs
 from lightning_autotp.private.torch_private import HOOKS_OF_ALL_MODULES, unset_fake_temporarily, without_functions
-
-_FEWEST = 4
-"""So many layers must be alike: of fewer, all run."""
-_CONTAINERS = frozenset((dict, OrderedDict, set, list, tuple))
-_DEEPEST = 3
-"""Objects in attributes are looked into so deep for what a layer changes."""
 
 
 class RepeatedLayers:
@@ -71,10 +65,12 @@ class RepeatedLayers:
         self.tracer, self.notes = tracer, notes
         self.of_tensors = of_tensors
         self.used: list[_Recorded] = []
+        self._tried: dict[AlikeLayers, list[_Recorded]] = {}  # where none before had recorded the same
+        self._proved: dict[AlikeLayers, list[_Recorded]] = {}  # what two of them have recorded
         self._differ = False
         self._read = set[tuple[str, str]]()  # by the layer that runs, as it is recorded
         each = each or any(HOOKS_OF_ALL_MODULES)  # which may do something else for each module
-        self.kinds = [] if each else list(self._kinds(model, Places(model, of_tensors)))
+        self.kinds = [] if each else list(alike_layers(model, Places(model, of_tensors), tracer))
         self.told_apart = {
             layer.paths[number]: layer.modules[number]
             for kind in self.kinds
@@ -98,22 +94,21 @@ class RepeatedLayers:
     def begin(self) -> None:
         """Before a call of the model: what ran in another one counts no more."""
         for kind in self.kinds:
-            kind.tried.clear()
-            kind.proved.clear()
+            self._tried[kind], self._proved[kind] = [], []
             for layer in kind.layers:
-                layer.state = _State.of(layer.modules)
+                layer.state = State.of(layer.modules)
 
-    def run(self, layer: _Layer, args: Any, kwargs: Any) -> Any:
+    def run(self, layer: Layer, args: Any, kwargs: Any) -> Any:
         """What a layer returns."""
         with without_functions():  # what is asked here is no call of the model's code
             call = self._described(layer, args, kwargs)
         if call is None:
             return layer.forward(*args, **kwargs)
-        kind = layer.kind
-        known = next((one for one in kind.proved if one.fits(layer, call)), None)
-        earlier = known or next((one for one in reversed(kind.tried) if one.fits(layer, call)), None)
+        tried, proved = self._tried[layer.kind], self._proved[layer.kind]
+        known = next((one for one in proved if one.fits(layer, call)), None)
+        earlier = known or next((one for one in reversed(tried) if one.fits(layer, call)), None)
         expected = None if earlier is None else self._expected(earlier, layer, call)
-        if known is not None and expected is not None and layer is not kind.layers[-1]:
+        if known is not None and expected is not None and layer is not layer.kind.layers[-1]:
             if not known.is_used:
                 known.is_used = True
                 self.used.append(known)
@@ -122,13 +117,13 @@ class RepeatedLayers:
         result, recorded = self._recorded(layer, call, args, kwargs)
         if recorded is not None and expected is not None and self._are_like(recorded.stretch, expected):
             if known is None:
-                kind.proved.append(recorded)
+                proved.append(recorded)
         else:
             if known is not None:
                 self._differ |= known.is_used
-                kind.proved.remove(known)
+                proved.remove(known)
             if recorded is not None:
-                kind.tried.append(recorded)
+                tried.append(recorded)
         return result
 
     def differ(self) -> bool:
@@ -173,44 +168,9 @@ class RepeatedLayers:
         with self.tracer.pause(), unset_fake_temporarily(), without_functions():
             return one.is_like(other)
 
-    # -- which layers are alike --------------------------------------------------------------------------------------
-
-    def _kinds(self, model: nn.Module, places: Places) -> Iterator[_Kind]:
-        """The layers of the model that are alike, in the order of their list."""
-        done = set[nn.Module]()
-        for path, container in model.named_modules():
-            if not isinstance(container, nn.ModuleList | nn.Sequential):
-                continue
-            modules = (member for member in container if member is not None)  # a list may have None in it
-            members = [member for member in modules if next(member.children(), None) is not None]
-            own = [member for member in members if places.paths[member].rpartition(".")[0] == path]
-            kinds = list[_Kind]()
-            for member in dict.fromkeys(own):
-                if member in done or not self._is_traced(places, member):
-                    continue
-                done.add(member)
-                for kind in kinds:
-                    counterparts = places.counterparts(kind.first, member)
-                    if counterparts is not None and self._are_treated_alike(places, counterparts):
-                        kind.add(member, places, counterparts)
-                        break
-                else:
-                    kinds.append(_Kind(member, places))
-            yield from (kind for kind in kinds if len(kind.layers) >= _FEWEST)
-
-    def _is_traced(self, places: Places, module: nn.Module) -> bool:
-        """Whether a module is looked into, with all in it."""
-        path = places.paths[module]
-        around = tuple(f"{opaque}." for opaque in self.tracer.graph.opaque)
-        return not f"{path}.".startswith(around) and not any(one.startswith(f"{path}.") for one in around)
-
-    def _are_treated_alike(self, places: Places, counterparts: Counterparts) -> bool:
-        pairs = ((places.paths[one], places.paths[other]) for one, other in counterparts.modules)
-        return all(self.tracer.kind_of(one) == self.tracer.kind_of(other) for one, other in pairs)
-
     # -- how a layer is called ---------------------------------------------------------------------------------------
 
-    def _described(self, layer: _Layer, args: Any, kwargs: Any) -> Call | None:
+    def _described(self, layer: Layer, args: Any, kwargs: Any) -> Call | None:
         """A call of a layer; ``None`` where more may matter than can be told."""
         tracer = self.tracer
         if (
@@ -232,7 +192,7 @@ class RepeatedLayers:
         graph = self.tracer.graph
         return Position(len(graph.tensors), len(graph.calls), len(graph.entered), self.tracer.calls.runs[-1])
 
-    def _recorded(self, layer: _Layer, call: Call, args: Any, kwargs: Any) -> tuple[Any, _Recorded | None]:
+    def _recorded(self, layer: Layer, call: Call, args: Any, kwargs: Any) -> tuple[Any, _Recorded | None]:
         """What a layer returns, and what it records, if that can be appended again."""
         tracer, graph = self.tracer, self.tracer.graph
         position, begun, random = self._position(), tracer.begun[-1], states()
@@ -300,7 +260,7 @@ class RepeatedLayers:
 
     # -- what is appended again --------------------------------------------------------------------------------------
 
-    def _expected(self, known: _Recorded, layer: _Layer, call: Call) -> Stretch | None:
+    def _expected(self, known: _Recorded, layer: Layer, call: Call) -> Stretch | None:
         """What a layer records in a call that is like that of one which ran; ``None`` if that is not known."""
         numbers = dict(zip(known.call.numbers, call.numbers, strict=True))
         for before, tensor in zip(known.numbers, layer.tensors, strict=True):
@@ -326,7 +286,7 @@ class RepeatedLayers:
                 read[name] = layer.state.values[number, name][1]
         return expected
 
-    def _append(self, stretch: Stretch, layer: _Layer, call: Call) -> Any:
+    def _append(self, stretch: Stretch, layer: Layer, call: Call) -> Any:
         """Append what a layer records to the graph, and make what it returns."""
         tracer, graph = self.tracer, self.tracer.graph
         for at, info in enumerate(stretch.tensors):
@@ -351,7 +311,7 @@ class RepeatedLayers:
 class _Forward:
     """Takes the place of a layer's forward in a trace."""
 
-    def __init__(self, layers: RepeatedLayers, layer: _Layer) -> None:
+    def __init__(self, layers: RepeatedLayers, layer: Layer) -> None:
         self.layers, self.layer = layers, layer
         self.__wrapped__ = layer.forward  # as code may ask for its signature
 
@@ -363,136 +323,6 @@ class _Forward:
 def _is_unwritten(tracked: Tracked) -> bool:
     """Whether nothing was written into the memory of a tensor object."""
     return tracked.storage is None or not tracked.storage.version
-
-
-class _Kind:
-    """Layers that are alike.
-
-    Attributes:
-        first: the first of them.
-        modules: the modules in it.
-        layers: all of them, in the order of their list.
-        differing: the plain attributes that are not the same in all, by the number of the module and their name.
-        tried: what was recorded of those that ran, where none before had recorded the same.
-        proved: what two of them have recorded.
-    """
-
-    def __init__(self, first: nn.Module, places: Places) -> None:
-        self.first = first
-        self.modules = tuple(first.modules())
-        self.tensors: list[Tensor] = []
-        self.differing = set[tuple[int, str]]()
-        self.tried: list[_Recorded] = []
-        self.proved: list[_Recorded] = []
-        self.layers = [_Layer(self, first, self.modules, places)]
-
-    def add(self, module: nn.Module, places: Places, counterparts: Counterparts) -> None:
-        """Add a layer."""
-        if not self.tensors:
-            self.tensors = self.layers[0].tensors = [own for own, _ in counterparts.tensors]
-        layer = _Layer(self, module, tuple(other for _, other in counterparts.modules), places)
-        layer.tensors = [other for _, other in counterparts.tensors]
-        self.differing |= counterparts.differing
-        self.layers.append(layer)
-
-
-class _State(NamedTuple):
-    """What modules hold.
-
-    Attributes:
-        values: plain attributes with their classes, by the number of the module and their name.
-        objects: everything else, and what is in it, in order.
-    """
-
-    values: dict[tuple[int, str], tuple[type, Any]]
-    objects: list[Any]
-
-    @classmethod
-    def of(cls, modules: Sequence[nn.Module]) -> _State:
-        """What these modules hold now."""
-        state, seen = cls({}, []), set[int]()
-        for number, module in enumerate(modules):
-            for name, value in vars(module).items():
-                if type(value) in PLAIN:
-                    state.values[number, name] = type(value), value
-                    continue
-                state.objects.append(value)
-                if type(value) not in _CONTAINERS or value:
-                    _look_into(value, state.objects, seen, _DEEPEST)
-        return state
-
-    def has_objects_of(self, other: _State) -> bool:
-        """Whether all that is not plain is the same."""
-        return len(self.objects) == len(other.objects) and all(map(_is, self.objects, other.objects))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
-def _look_into(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
-    """Find what is in a container, or an object that is none of this package's."""
-    kind = type(value)
-    if kind in PLAIN or not depth or id(value) in seen or isinstance(value, Tensor | nn.Module | type):
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        inside = [*value.values()]
-    elif isinstance(value, list | tuple | set | frozenset):
-        inside = [*value]
-    elif callable(value) or kind.__module__.startswith("lightning_autotp."):
-        return
-    else:
-        inside = [*getattr(value, "__dict__", {}).values()]
-    found += inside
-    for item in inside:
-        _look_into(item, found, seen, depth - 1)
-
-
-class _Layer:
-    """One of the layers that are alike.
-
-    Attributes:
-        kind: all of them.
-        module: the layer.
-        path: where it is.
-        place: its number in its list.
-        modules: the modules in it, as their counterparts in the first one.
-        paths: where these are.
-        tensors: those of these modules, as their counterparts in the first one.
-        forward: what runs it.
-        state: what it held before the model ran.
-    """
-
-    forward: Any
-    state: _State
-
-    def __init__(self, kind: _Kind, module: nn.Module, modules: tuple[nn.Module, ...], places: Places) -> None:
-        self.kind, self.module, self.modules = kind, module, modules
-        self.path = places.paths[module]
-        self.place = int(number) if (number := self.path.rpartition(".")[2]).isdecimal() else None
-        self.paths = tuple(places.paths[inner] for inner in modules)
-        self.tensors: list[Tensor] = []
-
-    def is_unchanged(self) -> bool:
-        """Whether it holds what it held before the model ran."""
-        now = _State.of(self.modules)
-        return now.values == self.state.values and now.has_objects_of(self.state)
-
-    def changes(self) -> list[tuple[int, str, Any]]:
-        """The plain attributes that have changed since: the number of the module, name, value.
-
-        Raises:
-            NotAgain: if anything else has.
-        """
-        now = _State.of(self.modules)
-        if not now.has_objects_of(self.state) or self.state.values.keys() - now.values.keys():
-            raise NotAgain
-        return [
-            (number, name, value)
-            for (number, name), (kind, value) in now.values.items()
-            if self.state.values.get((number, name)) != (kind, value)
-        ]
 
 
 @dataclass
@@ -511,7 +341,7 @@ class _Recorded:
         is_used: whether it was appended again.
     """
 
-    layer: _Layer
+    layer: Layer
     call: Call
     position: Position
     begun: int
@@ -520,7 +350,7 @@ class _Recorded:
     numbers: list[int | None] = field(default_factory=list)
     is_used: bool = False
 
-    def fits(self, layer: _Layer, call: Call) -> bool:
+    def fits(self, layer: Layer, call: Call) -> bool:
         """Whether another layer's code sees in a call what this one's saw."""
         return (
             call.tokens == self.call.tokens
@@ -531,7 +361,7 @@ class _Recorded:
             )
         )
 
-    def _tells_apart(self, layer: _Layer, number: int, name: str) -> bool:
+    def _tells_apart(self, layer: Layer, number: int, name: str) -> bool:
         """Whether this one's code would have seen another value of a plain attribute in another layer."""
         here, there = (one.state.values.get((number, name)) for one in (self.layer, layer))
         if here == there:

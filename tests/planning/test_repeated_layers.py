@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from lightning_autotp.applying.replace import apply_plan
-from lightning_autotp.capture import repeated_layers
+from lightning_autotp.capture import alike_layers, repeated_layers
 from lightning_autotp.capture.alike import Places
 from lightning_autotp.capture.capture import capture, capture_local, language_model_inputs, meta_copy
 from lightning_autotp.capture.size_origins import SizeOrigins
@@ -82,7 +82,7 @@ class Traces:
 
     def of_each_layer(self, make: Callable[[], Graph]) -> Graph:
         with self.monkeypatch.context() as patch:
-            patch.setattr(repeated_layers, "_FEWEST", 10**9)
+            patch.setattr(alike_layers, "_FEWEST", 10**9)
             return make()
 
     def check(self, make: Callable[[], Graph]) -> list[str]:
