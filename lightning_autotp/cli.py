@@ -5,6 +5,7 @@ Each of its parts imports what it needs when it runs, so that help and a mistype
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -86,10 +87,13 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
 
     console = Console()
     started = time.perf_counter()
+    _refuse_unwritable("plan", json, html, trace)
     try:
         check_adapters(lora, quantize)
         machine = Machine.of(gpus)
         if gpu_memory is not None:
+            if not gpu_memory > machine.reserved:
+                raise ValueError(f"gpu_memory={gpu_memory!r}: {machine.reserved:.4g} bytes of a GPU are no tensor's")
             machine = replace(machine, memory=gpu_memory)
         size = TokensPerStep.given(tokens).number
         skeleton = model_of(model, auto_class)
@@ -236,6 +240,7 @@ def measure_machine(file: Path, processes: int = 2, device: Literal["auto", "cpu
 
     if file.suffix not in (".yaml", ".yml"):
         raise SystemExit(f"lightning-autotp measure-machine: {file} must end in .yaml")
+    _refuse_unwritable("measure-machine", file)
     try:
         machine = measure(processes, device)
     except (RuntimeError, ValueError) as error:
@@ -319,6 +324,7 @@ def consolidate(checkpoint: Path, file: Path, weights_only: bool = True) -> None
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.checkpoints import files
 
+    _refuse_unwritable("consolidate", file)
     try:
         files.consolidate(checkpoint, file, weights_only)
     except (CheckpointError, OSError) as error:
@@ -364,6 +370,7 @@ def doctor(json: Path | None = None) -> None:
 
     from lightning_autotp.doctor import CHECKS, gather
 
+    _refuse_unwritable("doctor", json)
     try:
         facts = gather()
     except ImportError as error:
@@ -375,6 +382,14 @@ def doctor(json: Path | None = None) -> None:
         json.write_text(format_of.dumps([asdict(finding) for finding in findings], indent=2))
     if any(finding.level == "error" for finding in findings):
         raise SystemExit(1)
+
+
+def _refuse_unwritable(command: str, *files: Path | None) -> None:
+    """End a command before it works for long, where one of the files that it is to write cannot be."""
+    for file in files:
+        if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+            why = "it is a directory" if file.is_dir() else f"{file.parent} is no directory that can be written"
+            raise SystemExit(f"lightning-autotp {command}: {file} cannot be written: {why}")
 
 
 def main() -> None:

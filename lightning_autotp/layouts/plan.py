@@ -442,11 +442,13 @@ class Plan:
         divided = f"{of_work}{self.sharded_fraction:.1%} of the parameters are divided"
         every = sum(one.calls for one in self.whole_work)
         spent = f"{1e3 * sum(one.seconds for one in self.whole_work):.2g} ms of a step"
+        sizes = {parameter.itemsize for parameter in self.parameters}
+        in_bits = f" in {8 * min(sizes)} bits" if len(sizes) == 1 else ""
         cost = f" (every rank computes all of {every} operators, about {spent})" if every else ""
         return (
             f"{self.model} on {self.ranks} ranks: {divided}{cost},"
             f" {whole} of {len(self.parameters)} tensors stay whole; rank 0 stores"
-            f" {in_units(self.bytes(0))} of {in_units(self.whole_bytes)}; {calls} collectives in a step"
+            f" {in_units(self.bytes(0))} of {in_units(self.whole_bytes)}{in_bits}; {calls} collectives in a step"
         )
 
     @property

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from lightning_autotp.capture.capture import CaptureError, first_line, language_model_inputs, step_size
 from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.pipeline import SYNTHETIC
-from lightning_autotp.planning.rehearsal import one_row
+from lightning_autotp.planning.rehearsal import first_row, one_row
 from lightning_autotp.pretrained.hub import refuse_missing
-from lightning_autotp.private.torch_private import tree_map_only
+from lightning_autotp.private.transformers_private import PreTrainedModel
 from lightning_autotp.quantized.noted import LIBRARIES, note_quantization
 from lightning_autotp.solving.pricing import NOMINAL_LENGTH
 
@@ -41,6 +41,8 @@ def model_of(name: str, auto_class: str | None = None) -> nn.Module:
         QuantizationError: if its weights are quantized in a way in which they cannot be cut into parts.
     """
     refuse_missing(name)
+    if Path(name).is_file() and Path(name).name == "config.json":
+        name = str(Path(name).parent)  # as from_pretrained takes it
     try:
         return _built(name, AutoConfig.from_pretrained(name, trust_remote_code=False), auto_class)
     except (OSError, ValueError):
@@ -148,8 +150,7 @@ def batch_of(example: Path | None, model: nn.Module, length: int = NOMINAL_LENGT
     rows = next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim()), None)
     if rows is None:
         raise ValueError(f"example={str(example)!r} has no tensor with rows")
-    row = tree_map_only(Tensor, lambda x: x[:1] if x.dim() and x.shape[0] == rows else x, batch)
-    return Batch(batch, row, rows, "example_inputs")
+    return Batch(batch, first_row(batch), rows, "example_inputs")
 
 
 def _read(file: Path) -> Any:

@@ -117,9 +117,8 @@ def measure(processes: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> 
     kind: Literal["cuda", "cpu"] = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     there = torch.cuda.device_count() if kind == "cuda" else processes
     if not 2 <= processes <= there:
-        raise ValueError(
-            f"{processes} processes cannot be measured: there must be two or more, on {there} {kind} devices"
-        )
+        here = f", and {there} GPUs are here" if kind == "cuda" else ""
+        raise ValueError(f"{processes} processes cannot be measured: there must be two or more, one for each GPU{here}")
     with tempfile.TemporaryDirectory() as directory:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(_rank, (processes, kind, directory, results), nprocs=processes)

@@ -36,6 +36,7 @@ from lightning_autotp.planning.rehearsal import (
     RehearsalError,
     as_trained,
     check_adapters,
+    first_row,
     fullest_rank,
     local_model,
     one_row,
@@ -192,8 +193,8 @@ def recommend(
     Args:
         model: any module, best on meta; it is only looked at. It may be one that
             ``from_pretrained(..., quantization_config=...)`` has built inside ``meta_model()``.
-        example_inputs: one row as the training step passes it, by the names of the arguments; synthetic for a language
-            model.
+        example_inputs: a batch as the training step passes it, by the names of the arguments, of which one row is
+            looked at; synthetic for a language model.
         gpus: how many of which: ``"16xH100"``, or ``"4xmy_machine.yaml"``, or what was read of such a file.
         tokens_per_step: tokens of an optimizer step, of all copies and accumulated passes together.
         sequence_length: tokens of a row, where ``example_inputs`` do not say it; 4,096 by default, or as many as the
@@ -235,7 +236,7 @@ def recommend(
     check_adapters(lora, quantize)
     refuse_unfit(model)
     inputs = language_model_inputs(model) if example_inputs is None else example_inputs
-    row = one_row(model, inputs, sequence_length or NOMINAL_LENGTH) if example_inputs is None else example_inputs
+    row = first_row(inputs) if example_inputs is not None else one_row(model, inputs, sequence_length or NOMINAL_LENGTH)
     name, source = type(model).__name__, str(getattr(model, "name_or_path", ""))
     model = with_adapters(model, precision, lora, quantize) if lora else as_trained(model, precision)
     length = max(1, step_size(tensors_in(row)).longest)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig
 
 from lightning_autotp.applying.replace import apply_plan
 from lightning_autotp.building.repeated_blocks import OffloadedForward, blocks_of_their_own, repeated_blocks
@@ -28,8 +28,8 @@ from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.alike_blocks import NotAlike, Repeats, Sampled, repeats_of
 from lightning_autotp.planning.meter import FUNCTIONAL, Held, Label, Meter, Others, Work
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
-from lightning_autotp.private.torch_private import fake_like, tree_map_only, values_in_fake_tensors
-from lightning_autotp.private.transformers_private import fake_tensors_as_ordinary
+from lightning_autotp.private.torch_private import fake_like, tree_leaves, tree_map_only, values_in_fake_tensors
+from lightning_autotp.private.transformers_private import PreTrainedModel, fake_tensors_as_ordinary
 from lightning_autotp.quantized.formats import library_of
 from lightning_autotp.quantized.noted import format_of, note_quantization
 from lightning_autotp.quantized.weight import QuantizedWeight
@@ -211,6 +211,12 @@ def one_row(model: nn.Module, made: dict[str, Any], length: int) -> dict[str, An
     """One row of a language model's batch, of so many tokens or as many as the model has positions for."""
     length = min(length, positions(model) or length)
     return tree_map_only(Tensor, lambda x: x.new_zeros((1, length, *x.shape[2:])), made)
+
+
+def first_row(batch: dict[str, Any]) -> dict[str, Any]:
+    """The first row of a batch: of what has as many rows as the first tensor."""
+    rows = next((x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), None)
+    return tree_map_only(Tensor, lambda x: x[:1] if x.dim() and x.shape[0] == rows else x, batch)
 
 
 def positions(model: nn.Module) -> int | None:

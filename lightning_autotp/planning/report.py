@@ -50,7 +50,7 @@ def table(found: Recommendation) -> Table:
 
     title = (
         f"{found.model}{trained(found.lora, found.quantize)} on {found.machine.gpus} x {found.machine.name},"
-        f" rows of {found.length} tokens, {found.precision}"
+        f" rows{_of_tokens(found)}, {found.precision}"
     )
     made = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     made.add_column("TPxcopies", no_wrap=True)
@@ -84,6 +84,11 @@ def legend(found: Recommendation) -> str:
         f" {in_units(found.machine.reserved)} are reserved. {unit} of an optimizer step: products, other operators"
         " and the optimizer (oth), communication that nothing hides. rows: of a pass, times passes"
     )
+
+
+def _of_tokens(found: Recommendation) -> str:
+    """How long rows are; nothing, where they have no tokens."""
+    return f" of {found.length} tokens" if found.length > 1 else ""
 
 
 def _time_unit(found: Recommendation) -> tuple[str, float]:
@@ -298,10 +303,8 @@ def python_lines(found: Recommendation, best: Choice) -> str:
         f"    devices={best.gpus // best.nodes}, num_nodes={best.nodes},",
         f'    precision="{found.precision}", accumulate_grad_batches={best.passes},',
         f"{strategy})",
-        f"# batches of {best.rows} rows of {found.length} tokens for each copy",
+        f"# batches of {best.rows} rows{_of_tokens(found)} for each copy",
     ]
-    if best.activation_checkpointing == "blocks" and not _needs_strategy(best):
-        lines.append("# in configure_model(): self.model.gradient_checkpointing_enable()")
     return "\n".join(lines)
 
 
@@ -345,7 +348,7 @@ def strategy_options(found: Recommendation, choice: Choice) -> dict[str, Any]:
 
 
 def _needs_strategy(choice: Choice) -> bool:
-    return choice.gpus > 1 or choice.uses_host
+    return choice.gpus > 1 or choice.uses_host or choice.activation_checkpointing is not None
 
 
 def _keywords(options: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.cost import Profile
 from lightning_autotp.solving.expert_modules import with_whole_experts
 from lightning_autotp.solving.few_layers import with_few_layers
-from lightning_autotp.solving.memory_limit import profiles, stored_bytes
+from lightning_autotp.solving.memory_limit import least_stored, profiles, stored_bytes
 from lightning_autotp.solving.options import PlanOptions
 from lightning_autotp.solving.paths import Ambiguous, seen_paths
 from lightning_autotp.solving.pins import kept_draws, pinned
@@ -55,10 +55,21 @@ class _Proof:
 class Proofs:
     """Proofs of one model's layouts with one batch: a search that comes to the same layouts does not trace them again.
 
-    Give the same one to searches that differ in prices: in tokens, in limits of memory.
+    Give the same one to searches that differ in prices: in tokens, in limits of memory. Of those that differ in a limit
+    alone, what was solved for the one is not solved again.
     """
 
     _found: list[_Proof] = field(default_factory=list)
+    _searches: list[tuple[Graph, int, PlanOptions, _Search]] = field(default_factory=list)
+
+    def search(self, graph: Graph, ranks: int, options: PlanOptions, make: Callable[[], _Search]) -> _Search:
+        """The search of this graph's plans with these options, which ``make`` gives if there was none."""
+        for known, its_ranks, its_options, search in self._searches:
+            if known is graph and (its_ranks, its_options) == (ranks, options):
+                return search
+        made = make()
+        self._searches.append((graph, ranks, options, made))
+        return made
 
     def of(
         self, layouts: Solution, known: _Sizes, prove: Callable[[], tuple[_Sizes, Solution]]
@@ -110,7 +121,7 @@ def feasible_plans(
 
     Raises:
         NothingToShard: if no parameter can be divided.
-        ValueError: if parameters cannot be cut as the options say.
+        ValueError: if parameters cannot be cut as the options say, or there is no rank.
         VerificationError: if no plan can be carried out.
     """
     return _feasible(model, graph, inputs, ranks, options, proofs or Proofs(), are_all_wanted=True)
@@ -126,6 +137,8 @@ def _feasible(
     *,
     are_all_wanted: bool,
 ) -> list[tuple[Plan, Solution]]:
+    if ranks < 1:
+        raise ValueError(f"{ranks} tensor-parallel ranks: there must be one or more")
     while True:
         found = _carried_out(model, graph, inputs, ranks, options, proofs)
         try:
@@ -152,14 +165,21 @@ def _carried_out(
     whole = with_whole_experts(graph, found.sizes) if found.sizes else graph
 
     def search_with(profile: Profile) -> _Search:
-        priced = replace(options, profile=profile)
-        search = _Search(model, graph, inputs, ranks, priced, proofs)
-        if not found.sizes:
-            return search
-        return _cheaper(search, _Search(model, whole, inputs, ranks, priced, proofs, found.sizes))
+        priced = replace(options, profile=profile, memory=None)
+
+        def made() -> _Search:
+            search = _Search(model, graph, inputs, ranks, priced, proofs)
+            if not found.sizes:
+                return search
+            return _cheaper(search, _Search(model, whole, inputs, ranks, priced, proofs, found.sizes))
+
+        return proofs.search(graph, ranks, priced, made)
 
     limit = options.limit
-    if limit is None:
+    sizes = (
+        (parameter.numel() * parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()
+    )
+    if limit is None or least_stored(sizes, ranks) > limit:
         search = search_with(options.hardware)
     else:
         searches = (search_with(profile) for profile in profiles(options.hardware))

@@ -26,6 +26,16 @@ def profiles(profile: Profile) -> Iterator[Profile]:
         yield replace(profile, matrix_price=factor * profile.matrix_price)
 
 
+def least_stored(parameters: Iterable[tuple[int, bool]], ranks: int) -> float:
+    """Bytes that the rank that stores the most has in any plan: its share of all.
+
+    Args:
+        parameters: the bytes of each, and whether it is trained.
+        ranks: size of the group.
+    """
+    return sum(size * (_TIMES_STORED if is_trained else 1) for size, is_trained in parameters) / ranks
+
+
 def stored_bytes(
     parameters: Iterable[tuple[tuple[str, ...], tuple[int, ...], int]],
     layouts: Mapping[str, Layout],

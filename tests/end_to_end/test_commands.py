@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import pytest
 from distributed import run_python
 from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from lightning_autotp import make_plan
+from lightning_autotp.cli import measure_machine, plan
 from lightning_autotp.layouts.plan import Plan
 
 
@@ -83,6 +86,29 @@ def test_command_reports_errors_in_a_line(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert f"plan: {tmp_path}/nothing does not exist: as seen from" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"html": Path("nowhere/page.html")}, "nowhere/page.html cannot be written: nowhere is no directory"),
+        ({"json": Path(__file__).parent}, "end_to_end cannot be written: it is a directory"),
+        ({"tp": 0}, "0 tensor-parallel ranks: there must be one or more"),
+        ({"gpu_memory": -4.0}, "gpu_memory=-4.0: 3e+09 bytes of a GPU are no tensor's"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_is_said_in_a_line(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tiny_config("llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        plan(str(tmp_path), **options)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_nothing_is_measured_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"nowhere/mine.yaml cannot be written: .*nowhere is no directory"):
+        measure_machine(tmp_path / "nowhere" / "mine.yaml")
 
 
 def test_the_command_tells_reasons_where_it_is_asked(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ LINES = [  # of both ranks, and how often at most
     ),
     (
         r"lightning_autotp: LlamaForCausalLM on 2 ranks: \d+\.\d% of the FLOPs and \d+\.\d% of the parameters are"
-        r" divided, 3 of 12 tensors stay whole; rank 0 stores [\d.]+ KiB of [\d.]+ KiB; \d+ collectives in a step;"
+        r" divided, 3 of 12 tensors stay whole; rank 0 stores [\d.]+ KiB of [\d.]+ KiB in 32 bits; \d+ collectives in a"
+        r" step;"
         r" model\.autotp\.plan\.table\(\) has"
         r" the details",
         1,
@@ -205,9 +206,13 @@ print("THEN")
 from lightning_autotp import parallelize
 {IMPORTED}
 print("THEN")
+import lightning_autotp.planning.asked, lightning_autotp.planning.measure
+{IMPORTED}
+print("THEN")
 {REGISTERED}
 """
-    alone, used, registered = output(["-c", program], environment).split("THEN")
+    alone, used, planning, registered = output(["-c", program], environment).split("THEN")
+    imported_in(planning)
     assert imported_in(alone) == []
     found = imported_in(used)
     assert "torch" in found

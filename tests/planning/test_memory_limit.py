@@ -14,7 +14,7 @@ from tiny import meta_model
 from lightning_autotp import Profile, make_plan
 from lightning_autotp.capture.capture import language_model_inputs
 from lightning_autotp.layouts.plan import Plan
-from lightning_autotp.proving import local_sizes
+from lightning_autotp.proving import feasible, local_sizes
 from lightning_autotp.proving.feasible import Proofs, feasible_plan
 from lightning_autotp.proving.verify import trace
 from lightning_autotp.solving.options import PlanOptions
@@ -74,6 +74,19 @@ def test_layouts_that_another_limit_has_come_to_are_not_traced_again(
         assert plan_for(1.0, proofs) == expected
         with pytest.raises(AssertionError, match="traced again"):
             plan_for(1e12, proofs)  # other layouts
+
+
+def test_where_no_plan_can_fit_the_usual_one_is_solved_once() -> None:
+    model = meta_model("gpt2", num_hidden_layers=1)
+    inputs = language_model_inputs(model)
+    graph, proofs = trace(model, inputs), Proofs()
+    with mock.patch.object(feasible, "solve", wraps=feasible.solve) as solved:
+        for memory in (1.0, None, 2.0):
+            feasible_plan(model, graph, inputs, 2, PlanOptions((1, 64), memory=memory), proofs)
+        assert solved.call_count == 1
+        stored = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        feasible_plan(model, graph, inputs, 2, PlanOptions((1, 64), memory=stored / 2), proofs)
+        assert solved.call_count > 2  # which might be met
 
 
 def test_less_room_is_met_with_more_communication() -> None:
