@@ -12,6 +12,8 @@ No weights, no processes, no GPU: the models are on the meta device and everythi
 * read: what every rank does then: read the plan on its graph of the model (the other ranks capture theirs while the
   first one plans).
 * verify: and after that: build its local model (on meta), capture it, compare.
+* for gpus: what the first rank does on GPUs in place of make_plan, and the command ``plan``: a plan that fits into
+  their memory, for which a step is rehearsed once or a few times.
 * a layer more: the same with half of the layers, the difference divided by the number of layers in it.
 
 And how long ``recommend`` takes for a model of 70 billion parameters on 16 GPUs.
@@ -43,11 +45,15 @@ from lightning_autotp.capture.capture import language_model_inputs, meta_copy
 from lightning_autotp.capture.garbage import relaxed_gc
 from lightning_autotp.layouts.plan import Plan
 from lightning_autotp.parallel.implementations import IMPLEMENTATIONS
+from lightning_autotp.planning.asked import batch_of
+from lightning_autotp.planning.machines import Machine
+from lightning_autotp.planning.overview import plan_for
 from lightning_autotp.proving import feasible
 from lightning_autotp.proving.read_plan import read_plan
 from lightning_autotp.ranks.group import TPGroup
+from lightning_autotp.solving.options import PlanOptions
 
-STAGES = ("capture", "solve", "find_sizes", "make_plan", "read", "verify")
+STAGES = ("capture", "solve", "find_sizes", "make_plan", "read", "verify", "for_gpus")
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,8 @@ def measure(case: Case, layers: int) -> dict[str, Seconds]:
         local = meta_copy(model)
         apply_plan(local, plan, TPGroup("", 0, case.ranks))
         pipeline.verify(local, solution, 0, inputs)
+    with seconds["for_gpus"].add():
+        plan_for(model, batch_of(None, model), case.ranks, Machine.of(GPU), PlanOptions(), tokens=16384)
     return seconds
 
 
@@ -169,7 +177,8 @@ def total(seconds: dict[str, Seconds]) -> Seconds:
     return Seconds(sum(part.wall for part in parts), sum(part.cpu for part in parts))
 
 
-GPUS = "16xH100"
+GPU = "H100"
+GPUS = f"16x{GPU}"
 
 
 def recommending(layers: int = 80, gpus: str = GPUS) -> Seconds:
@@ -194,6 +203,8 @@ def to_markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], recommend
         "* *capture*, *solve* and *find sizes* are the longest parts of *make plan*, which one rank does once.",
         "* *read* and *verify* are what every rank does then: it reads the plan on its graph, builds its part on the",
         "  meta device, traces that and compares it.",
+        f"* *for gpus*: what the first rank does on GPUs ({GPU} here) in place of *make plan*, and the command `plan`:",
+        "  a plan that fits into their memory, for which a step is rehearsed once or a few times.",
         "* *a layer more*: the difference to half of the layers, by layer.",
         "",
         f"| {' | '.join(columns)} |",

@@ -481,20 +481,13 @@ def _run(
             where = " -> ".join(tracer.modules[1:]) or "(root)"
             which = f" with number {len(result) + 1} of example_inputs" if len(calls) > 1 else ""
             kernel = _kernel_behind(error, traced.get_submodule(tracer.modules[-1]))
+            needs_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException | NoValue)
             failure = CaptureError(
                 f"{type(traced).__name__} cannot be captured{which}: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {where}\n  at {_user_line(error)}\n"
-                + (
-                    f"{kernel}: {advice_on(kernel)}"
-                    if kernel
-                    else "The model is traced once, without values: remove what needs a tensor's value (`.item()`,"
-                    " `if tensor:`, pack_padded_sequence) from this line, move it with the layers that belong to it to"
-                    f" an nn.Module of its own inside {type(traced).__name__}, which then stays whole while the rest is"
-                    " divided, or give example_inputs that the model accepts."
-                )
+                + (f"{kernel}: {advice_on(kernel)}" if kernel else _advice(type(traced).__name__, needs_value))
             )
             failure.__cause__ = error
-            needs_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException | NoValue)
             raise _Untraceable(tracer.modules[-1], failure, needs_value, kernel) from error
         _note_kept(traced, before, tracer)
         with tracer.pause():
@@ -730,6 +723,23 @@ def as_call(inputs: Any) -> ExampleCall:
     if isinstance(inputs, tuple | list):
         return ExampleCall(tuple(inputs), {})
     return ExampleCall((inputs,), {})
+
+
+def _advice(model: str, needs_value: bool) -> str:
+    """What to do about a line that a trace does not get past."""
+    module = (
+        f"move it with the layers that belong to it to an nn.Module of its own inside {model}, which then stays whole"
+        " while the rest is divided"
+    )
+    if needs_value:
+        return (
+            "The model is traced once, without values: remove what needs a tensor's value (`.item()`, `if tensor:`,"
+            f" pack_padded_sequence) from this line, or {module}."
+        )
+    return (
+        "If the model does not take these example_inputs in one process either, give it others. If it does, this line"
+        f" needs what is not there when the model is traced, once and without tensors' values: {module}."
+    )
 
 
 @contextlib.contextmanager
