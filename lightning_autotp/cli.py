@@ -75,7 +75,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.capture.capture import CaptureError
     from lightning_autotp.layouts.step_size import TokensPerStep
-    from lightning_autotp.planning.asked import batch_of, dequantized, model_of
+    from lightning_autotp.planning.asked import batch_of, model_of, weight_warnings
     from lightning_autotp.planning.machines import Machine
     from lightning_autotp.planning.overview import plan_for
     from lightning_autotp.planning.rehearsal import RehearsalError, check_adapters, with_adapters
@@ -146,7 +146,7 @@ def plan(  # noqa: D417 (the other options are PlanOptions')
     console.print()
     console.print(result.summary, markup=False, highlight=False)
     whole = (f"every rank computes all of {warning}" for warning in result.warnings)
-    for warning in (*dequantized(skeleton), *whole):
+    for warning in (*weight_warnings(skeleton), *whole):
         console.print(f"warning: {warning}", markup=False, highlight=False)
     console.print(result.table(details=details))
     for parameter in result.parameters:
@@ -191,7 +191,7 @@ def recommended(
 
     from lightning_autotp.building.checkpoint_reading import CheckpointError
     from lightning_autotp.capture.capture import CaptureError
-    from lightning_autotp.planning.asked import batch_of, dequantized, model_of
+    from lightning_autotp.planning.asked import batch_of, model_of, weight_warnings
     from lightning_autotp.planning.recommend import recommend as find
     from lightning_autotp.planning.rehearsal import RehearsalError
     from lightning_autotp.planning.report import legend, model_lines, python_lines, reasons, table, yaml_lines
@@ -218,7 +218,7 @@ def recommended(
         raise SystemExit(f"lightning-autotp recommend: {error}") from error
     console.print(table(found))
     console.print(legend(found), markup=False, highlight=False)
-    of_checkpoint = (f"warning: {warning}" for warning in dequantized(skeleton))
+    of_checkpoint = (f"warning: {warning}" for warning in weight_warnings(skeleton))
     for line in (*reasons(found), *of_checkpoint):
         console.print(line, markup=False, highlight=False)
     if found.best is not None:

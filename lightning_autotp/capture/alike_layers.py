@@ -61,22 +61,19 @@ class AlikeLayers:
 
     Attributes:
         first: the first of them.
-        modules: the modules in it.
         layers: all of them, in the order of their list.
         differing: the plain attributes that are not the same in all, by the number of the module and their name.
     """
 
     def __init__(self, first: nn.Module, places: Places) -> None:
         self.first = first
-        self.modules = tuple(first.modules())
-        self.tensors: list[Tensor] = []
         self.differing = set[tuple[int, str]]()
-        self.layers = [Layer(self, first, self.modules, places)]
+        self.layers = [Layer(self, first, tuple(first.modules()), places)]
 
     def add(self, module: nn.Module, places: Places, counterparts: Counterparts) -> None:
         """Add a layer."""
-        if not self.tensors:
-            self.tensors = self.layers[0].tensors = [own for own, _ in counterparts.tensors]
+        if not self.layers[0].tensors:
+            self.layers[0].tensors = [own for own, _ in counterparts.tensors]
         layer = Layer(self, module, tuple(other for _, other in counterparts.modules), places)
         layer.tensors = [other for _, other in counterparts.tensors]
         self.differing |= counterparts.differing

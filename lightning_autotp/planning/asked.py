@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
 
 from lightning_autotp.capture.capture import CaptureError, first_line, language_model_inputs, step_size
 from lightning_autotp.capture.nested import tensors_in
 from lightning_autotp.pipeline import SYNTHETIC
-from lightning_autotp.planning.rehearsal import first_row, one_row
+from lightning_autotp.planning.rehearsal import first_row, one_row, rows_of
 from lightning_autotp.pretrained.hub import refuse_missing
 from lightning_autotp.private.transformers_private import PreTrainedModel
 from lightning_autotp.quantized.noted import LIBRARIES, note_quantization
@@ -78,8 +78,7 @@ def _built(name: str, config: Any, auto_class: str | None) -> nn.Module:
 
 def _as_stored(model: PreTrainedModel) -> nn.Module:
     if _stored_by(model) in LIBRARIES:
-        described: Any = model.config.quantization_config
-        note_quantization(model, described)
+        note_quantization(model, model.config.quantization_config)
     return model
 
 
@@ -89,7 +88,7 @@ def _stored_by(model: nn.Module) -> str | None:
     return None if described is None else str(described.get("quant_method"))
 
 
-def dequantized(model: nn.Module) -> Iterator[str]:
+def weight_warnings(model: nn.Module) -> Iterator[str]:
     """What is to be known of a checkpoint whose weights are quantized in a way in which they cannot be trained."""
     method = _stored_by(model)
     if method is not None and method not in LIBRARIES:
@@ -147,7 +146,7 @@ def batch_of(example: Path | None, model: nn.Module, length: int = NOMINAL_LENGT
             raise CaptureError(f"{error} For a command write that batch to a file: --example batch.pt") from error
         return Batch(made, one_row(model, made, length), len(made["input_ids"]), SYNTHETIC)
     batch = _named(_read(example), model, example)
-    rows = next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim()), None)
+    rows = rows_of(batch)
     if rows is None:
         raise ValueError(f"example={str(example)!r} has no tensor with rows")
     return Batch(batch, first_row(batch), rows, "example_inputs")

@@ -450,10 +450,13 @@ class _Search:
 
     def _rows_at_once(self, copies: int) -> Iterator[int]:
         """Numbers of rows of a forward pass with which a step has hardly more than it is to have."""
-        of_copy = math.ceil(self.rows / copies)
-        for rows in range(1, min(of_copy, _MOST_ROWS) + 1):
-            if math.ceil(of_copy / rows) * rows * copies <= _TOO_MANY * self.rows:
+        for rows in range(1, min(math.ceil(self.rows / copies), _MOST_ROWS) + 1):
+            if self._passes(copies, rows) * rows * copies <= _TOO_MANY * self.rows:
                 yield rows
+
+    def _passes(self, copies: int, rows: int) -> int:
+        """Forward and backward passes of a step."""
+        return math.ceil(math.ceil(self.rows / copies) / rows)
 
     def _rated(
         self,
@@ -469,7 +472,7 @@ class _Search:
         if rehearsal is None or plain is None:
             return None
         machine, in_bf16 = self.machine, self.precision != "32-true"
-        passes, shards = math.ceil(math.ceil(self.rows / copies) / rows), copies // replicas
+        passes, shards = self._passes(copies, rows), copies // replicas
         needed = memory(rehearsal, rows, shards, passes > 1, cpu_offload)
         nodes = _nodes(machine, size * copies)
         on_host = size * copies // nodes * host_memory(rehearsal, rows, shards, cpu_offload)

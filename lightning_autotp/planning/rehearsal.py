@@ -28,7 +28,7 @@ from lightning_autotp.parameters.state import is_parallel, parallel_state
 from lightning_autotp.planning.alike_blocks import NotAlike, Repeats, Sampled, repeats_of
 from lightning_autotp.planning.meter import FUNCTIONAL, Held, Label, Meter, Others, Work
 from lightning_autotp.private.fake_tensors_private import RememberingFakeTensorMode
-from lightning_autotp.private.torch_private import fake_like, tree_leaves, tree_map_only, values_in_fake_tensors
+from lightning_autotp.private.torch_private import fake_like, tree_map_only, values_in_fake_tensors
 from lightning_autotp.private.transformers_private import PreTrainedModel, fake_tensors_as_ordinary
 from lightning_autotp.quantized.formats import library_of
 from lightning_autotp.quantized.noted import format_of, note_quantization
@@ -213,9 +213,14 @@ def one_row(model: nn.Module, made: dict[str, Any], length: int) -> dict[str, An
     return tree_map_only(Tensor, lambda x: x.new_zeros((1, length, *x.shape[2:])), made)
 
 
+def rows_of(batch: dict[str, Any]) -> int | None:
+    """How many rows a batch has: the first tensor's; ``None`` if it has none."""
+    return next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim()), None)
+
+
 def first_row(batch: dict[str, Any]) -> dict[str, Any]:
-    """The first row of a batch: of what has as many rows as the first tensor."""
-    rows = next((x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), None)
+    """The first row of a batch: of what has as many rows as the batch."""
+    rows = rows_of(batch)
     return tree_map_only(Tensor, lambda x: x[:1] if x.dim() and x.shape[0] == rows else x, batch)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from lightning_autotp import make_plan
 from lightning_autotp.capture.capture import CaptureError
-from lightning_autotp.planning.asked import batch_of, dequantized, model_of
+from lightning_autotp.planning.asked import batch_of, model_of, weight_warnings
 from lightning_autotp.planning.machines import Machine
 from lightning_autotp.planning.overview import look_over
 
@@ -165,7 +165,7 @@ def test_models_that_drop_are_rehearsed(vit: str, tmp_path: Path) -> None:
 def test_weights_that_are_dequantized_are_said(method: str | None, said: int) -> None:
     model = nn.Linear(2, 2)
     model.config = Namespace(quantization_config=None if method is None else {"quant_method": method})  # type: ignore[assignment]
-    assert len(["(gptq)" in each for each in dequantized(model)]) == said
+    assert len(["(gptq)" in each for each in weight_warnings(model)]) == said
 
 
 def test_a_configuration_that_makes_no_model_is_one_error(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_autotp.layouts.types import Shard
 from lightning_autotp.parallel.collectives import copy_to_tensor_parallel, scatter
-from lightning_autotp.parallel.head_product import HeadProduct
 from lightning_autotp.parallel.logits.tensor import VocabParallelLogits, rewrap, rewrap_product, runs
 from lightning_autotp.private.torch_private import tree_leaves, tree_map
 from lightning_autotp.torch_functions import functions_of_layers
@@ -27,7 +26,7 @@ def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     logits = args[0]
     if not isinstance(logits, VocabParallelLogits):
         return NotImplemented
-    if logits.product is not None and (cast := _cast_product(logits, logits.product, func, args, kwargs)) is not None:
+    if (cast := _cast_product(logits, func, args, kwargs)) is not None:
         return cast
     args, kwargs = tree_map(lambda x: x.local if isinstance(x, VocabParallelLogits) else x, (args, kwargs))
     local = func(*args, **kwargs)
@@ -41,17 +40,13 @@ def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _cast_product(
-    logits: VocabParallelLogits,
-    product: HeadProduct,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    logits: VocabParallelLogits, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> VocabParallelLogits | None:
     """A cast of logits that are not computed yet; ``None`` for a copy, on which the weights' changes have no effect."""
-    others = tree_leaves((args[1:], kwargs))
-    if func in _SNAPSHOTS or logits.one_position or any(isinstance(x, VocabParallelLogits | bool) for x in others):
+    product, others = logits.product, tree_leaves((args[1:], kwargs))
+    if product is None or func in _SNAPSHOTS or logits.one_position or "memory_format" in kwargs:
         return None
-    if "memory_format" in kwargs:
+    if any(isinstance(x, VocabParallelLogits | bool) for x in others):
         return None
     found = func(product.features.new_empty(0, dtype=product.like.dtype), *args[1:], **kwargs)
     if found.device != logits.device:
@@ -83,14 +78,11 @@ def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     logits = next(x for x in tensors if isinstance(x, VocabParallelLogits))
     from_right, group = logits.dim() - logits.vocab_dim, logits.group
-    whole, parts = logits.ownership.size, [logits.ownership.local_size(rank) for rank in range(group.size)]
     for x in tensors:
         if isinstance(x, VocabParallelLogits):
             fits = (x.dim() - x.vocab_dim, x.ownership, x.group) == (from_right, logits.ownership, group)
-        elif _is_broadcast(x, from_right):
-            fits = True
-        else:  # which of the two must be the same on every rank
-            fits = x.shape[-from_right] in (whole, parts[group.rank]) and whole not in parts
+        else:
+            fits = _is_broadcast(x, from_right) or _are_classes(x.shape[-from_right], logits)
         if not fits:
             return NotImplemented
     if kwargs.get("inplace") or kwargs.get("out") is not None:
@@ -101,12 +93,12 @@ def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
             return x
         if _is_broadcast(x, from_right):
             return copy_to_tensor_parallel(x, group) if x.requires_grad else x
-        if x.shape[-from_right] == whole:
+        if x.shape[-from_right] == logits.ownership.size:
             return scatter(x, group, Shard(((x.dim() - from_right, logits.ownership),)))
         return x  # the plan has converted it
 
     args, kwargs = tree_map(local_operand, (args, kwargs))
-    if logits.product is not None and (noted := _noted(logits, logits.product, func, args, kwargs)) is not None:
+    if (noted := _noted(logits, func, args, kwargs)) is not None:
         return noted
     args, kwargs = tree_map(lambda x: x.local if isinstance(x, VocabParallelLogits) else x, (args, kwargs))
     local = func(*args, **kwargs)
@@ -114,13 +106,12 @@ def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _noted(
-    logits: VocabParallelLogits,
-    product: HeadProduct,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    logits: VocabParallelLogits, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> VocabParallelLogits | None:
     """The function of logits that are not computed yet; ``None`` where an operand is not the same for all tokens."""
+    product = logits.product
+    if product is None:
+        return None
     others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not logits]
     for x in others:
         if isinstance(x, VocabParallelLogits) or x.requires_grad or x.dim() > logits.dim():
@@ -147,3 +138,9 @@ def _noted(
 def _is_broadcast(x: Tensor, from_right: int) -> bool:
     """Whether a tensor has one value for all classes, whose dim is so far from the right."""
     return x.dim() < from_right or x.shape[-from_right] == 1
+
+
+def _are_classes(size: int, logits: VocabParallelLogits) -> bool:
+    """Whether a dim has all classes or this rank's; neither, where one cannot tell on every rank which of the two."""
+    sizes = [logits.ownership.local_size(rank) for rank in range(logits.group.size)]
+    return size in (logits.ownership.size, sizes[logits.group.rank]) and logits.ownership.size not in sizes
